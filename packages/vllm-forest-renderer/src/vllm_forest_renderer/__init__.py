@@ -1,0 +1,3 @@
+"""vLLM plugin for exact-token capture."""
+
+__version__ = "0.1.0"

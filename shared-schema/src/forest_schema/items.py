@@ -1,0 +1,482 @@
+"""Normalisation of Chat messages and Responses items into source items (version 1).
+
+Guarantees: two histories get equal fingerprints exactly when they say the same thing to the
+model: item order, roles, content parts, image identities, reasoning, tool names and tool-argument
+*values* count; tool-call ids (renumbered by order, so that a call and its output stay paired),
+key order, white space and escapes inside tool arguments do not. Nothing unknown is collapsed:
+unknown item kinds and content parts are refused, unknown message fields enter the fingerprint.
+
+One item is one message, one tool output, or one assistant turn. In Responses inputs consecutive
+reasoning, assistant message and function-call items form one turn, as vLLM converts them. Reasoning
+is kept beside an item's fingerprint, because a client may send it back or leave it out.
+"""
+
+import base64
+import binascii
+import decimal
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import xxhash
+
+from forest_schema.digests import EMPTY_CHAIN, source_digest
+from forest_schema.reasons import Reason
+
+_ENCODER = msgspec.json.Encoder()
+
+_ITEM_DOMAIN = b"forest/item/v1\0"
+_REASONING_DOMAIN = b"forest/reasoning/v1\0"
+
+_MESSAGE_FIELDS = frozenset(
+    {"role", "content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "id"}
+)
+_BOOKKEEPING_FIELDS = frozenset({"type", "status", "annotations", "phase"})
+"""Fields that SDK objects carry and that no template sees."""
+
+
+class ItemError(ValueError):
+    """A request or an output that the normalisation refuses.
+
+    `reason` is a `Reason`; `param` names the field, e.g. `messages[2].content[0]`.
+    """
+
+    def __init__(self, reason: Reason, param: str, message: str) -> None:
+        super().__init__(f"{param}: {message}")
+        self.reason = reason
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class SourceItem:
+    """One normalised item of a history."""
+
+    role: str
+    """`system`, `developer`, `user`, `assistant` or `tool`."""
+    fingerprint: str
+    """Content without reasoning; null and empty assistant content are told apart."""
+    equivalence_fingerprint: str
+    """The same with null and empty assistant content beside tool calls made equal."""
+    reasoning_fingerprint: str | None = None
+    """Exposed reasoning of an assistant turn; None where there is none."""
+    native_ids: tuple[str, ...] = ()
+    """Ids that the server gave (tool calls, Responses items), in order."""
+
+
+@dataclass(frozen=True)
+class SourceHistory:
+    """A normalised history with its chained digests."""
+
+    items: tuple[SourceItem, ...]
+    digests: tuple[str, ...] = field(repr=False)
+    """`digests[k]` covers the first k items; `[0]` is `EMPTY_CHAIN`."""
+    equivalence_digests: tuple[str, ...] = field(repr=False)
+
+    @classmethod
+    def of(cls, items: Iterable[SourceItem]) -> "SourceHistory":
+        """Chain the digests of `items`."""
+        listed = tuple(items)
+        strict, loose = [EMPTY_CHAIN], [EMPTY_CHAIN]
+        for item in listed:
+            strict.append(source_digest(strict[-1], item.fingerprint))
+            loose.append(source_digest(loose[-1], item.equivalence_fingerprint))
+        return cls(listed, tuple(strict), tuple(loose))
+
+    def reasoning(self, start: int, stop: int) -> tuple[tuple[int, str], ...]:
+        """(item index, fingerprint) of the reasoning in items `[start, stop)`."""
+        return tuple(
+            (index, item.reasoning_fingerprint)
+            for index, item in enumerate(self.items[start:stop], start)
+            if item.reasoning_fingerprint is not None
+        )
+
+
+def normalize_chat(messages: Sequence[Mapping[str, Any]]) -> SourceHistory:
+    """Source history of a Chat Completions `messages` list. Raises `ItemError`."""
+    return SourceHistory.of(_ChatReader().read(messages))
+
+
+def normalize_responses(
+    request_input: str | Sequence[Mapping[str, Any]], instructions: str | None = None
+) -> SourceHistory:
+    """Source history of a Responses `input` with its `instructions`. Raises `ItemError`."""
+    return SourceHistory.of(_ResponsesReader().read(request_input, instructions))
+
+
+def extend(
+    history: SourceHistory,
+    messages: Sequence[Mapping[str, Any]],
+    output: Sequence[Mapping[str, Any]],
+    *,
+    api: str,
+) -> SourceHistory:
+    """`history` with the generated turn `output` behind it.
+
+    `api` is `chat` (`output` holds one assistant message) or `responses` (`output` holds the
+    response's items); `messages` is what `history` was made of, which numbers the tool calls.
+    """
+    reader = _ChatReader() if api == "chat" else _ResponsesReader()
+    reader.calls.update(_call_numbers(messages, api))
+    items = reader.read(output) if api == "chat" else reader.read(output, None)  # type: ignore[call-arg]
+    return SourceHistory.of((*history.items, *items))
+
+
+def normalize_arguments(arguments: Any) -> list[Any]:
+    """Canonical form of a tool call's arguments: `["json", value]` or `["text", text]`.
+
+    Equal exactly when the JSON values are equal: `1`, `1.0`, `true` and `"1"` are four values.
+    None (absent) equals `"{}"`. Text that is not JSON, or that has a repeated key, is compared as
+    exact text.
+    """
+    if arguments is None:
+        return ["json", ["o"]]
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(
+                arguments,
+                parse_float=_Number,
+                parse_constant=_refuse_constant,
+                object_pairs_hook=_unique_pairs,
+            )
+            return ["json", _canonical_value(value)]
+        except (ValueError, RecursionError):
+            return ["text", arguments]
+    return ["json", _canonical_value(arguments)]
+
+
+class _Number(str):
+    """Text of a JSON number with a fraction or an exponent."""
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("repeated key")
+    return value
+
+
+def _canonical_value(value: Any) -> list[Any]:
+    if value is None:
+        return ["n"]
+    if isinstance(value, bool):
+        return ["b", value]
+    if isinstance(value, int):
+        return ["i", str(value)]
+    if isinstance(value, _Number | float):
+        text = str(value) if isinstance(value, _Number) else repr(value)
+        sign, digits, exponent = decimal.Decimal(text).as_tuple()
+        kept = "".join(map(str, digits)).lstrip("0")
+        stripped = kept.rstrip("0")
+        if not isinstance(exponent, int):
+            return ["f", text]
+        return [
+            "f",
+            f"{'-' if sign else ''}{stripped or '0'}e"
+            f"{exponent + len(kept) - len(stripped) if stripped else 0}",
+        ]
+    if isinstance(value, str):
+        return ["s", _portable(value)]
+    if isinstance(value, list | tuple):
+        return ["a", *map(_canonical_value, value)]
+    if isinstance(value, Mapping):
+        return ["o", *([_portable(k), _canonical_value(value[k])] for k in sorted(value))]
+    raise ValueError(f"{type(value).__name__} is not a JSON value")
+
+
+def _portable(text: str) -> str:
+    """Text that UTF-8 can carry: a lone surrogate becomes its escape behind a NUL."""
+    if text.isascii():
+        return text
+    return text.encode("utf-8", "backslashreplace").decode() if _has_surrogate(text) else text
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= ch <= "\udfff" for ch in text)
+
+
+def _fingerprint(domain: bytes, value: Any) -> str:
+    hasher = xxhash.xxh3_128(domain)
+    try:
+        hasher.update(_ENCODER.encode(value))
+    except UnicodeEncodeError:
+        hasher.update(json.dumps(value).encode())
+    return hasher.hexdigest()
+
+
+def _reasoning_fingerprint(text: str | None) -> str | None:
+    return _fingerprint(_REASONING_DOMAIN, text) if text else None
+
+
+def image_identity(url: str, uuid: str | None = None) -> str:
+    """Identity of an image: sha256 of a data URL's decoded bytes, else the uuid or the URL."""
+    if url.startswith("data:"):
+        head, _, payload = url.partition(",")
+        if head.endswith(";base64"):
+            try:
+                data = base64.b64decode(payload, validate=True)
+            except binascii.Error as error:
+                raise ValueError(f"not base64: {error}") from error
+        else:
+            data = payload.encode()
+        return "sha256:" + hashlib.sha256(data).hexdigest()
+    return f"uuid:{uuid}" if uuid else f"url:{url}"
+
+
+def _content(content: Any, param: str) -> Any:
+    """Canonical content: None, a string, or a list of parts; one text part is its string."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise ItemError(Reason.MALFORMED_REQUEST, param, "must be null, a string or a list")
+    parts = [_part(part, f"{param}[{i}]") for i, part in enumerate(content)]
+    if len(parts) == 1 and parts[0][0] == "text":
+        return parts[0][1]
+    return parts
+
+
+def _part(part: Any, param: str) -> list[Any]:
+    if isinstance(part, str):
+        return ["text", part]
+    if not isinstance(part, Mapping):
+        raise ItemError(Reason.MALFORMED_REQUEST, param, "must be a content part")
+    kind = part.get("type")
+    try:
+        if kind in ("text", "input_text", "output_text"):
+            return ["text", _string(part, "text", param)]
+        if kind == "refusal":
+            return ["refusal", _string(part, "refusal", param)]
+        if kind == "image_url":
+            image = part.get("image_url")
+            if isinstance(image, Mapping):
+                url, detail = _string(image, "url", param), image.get("detail")
+            else:
+                url, detail = _string(part, "image_url", param), None
+            return ["image", image_identity(url, part.get("uuid")), detail or "auto"]
+        if kind == "input_image":
+            url = _string(part, "image_url", param)
+            return ["image", image_identity(url, part.get("uuid")), part.get("detail") or "auto"]
+    except ValueError as error:
+        if isinstance(error, ItemError):
+            raise
+        raise ItemError(Reason.MALFORMED_REQUEST, param, str(error)) from error
+    raise ItemError(
+        Reason.UNSUPPORTED_ITEM,
+        f"{param}.type",
+        f"content part {kind!r} is not captured; use text or image parts",
+    )
+
+
+def _string(value: Mapping[str, Any], key: str, param: str) -> str:
+    text = value.get(key)
+    if not isinstance(text, str):
+        raise ItemError(Reason.MALFORMED_REQUEST, f"{param}.{key}", "must be a string")
+    return text
+
+
+@dataclass
+class _Turn:
+    """Parts of an assistant turn while it is being read."""
+
+    parts: list[Any] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    native_ids: list[str] = field(default_factory=list)
+    extras: list[Any] = field(default_factory=list)
+
+    def item(self) -> SourceItem:
+        parts = self.parts
+        if not any(part[0] == "content" for part in parts):
+            parts = [["content", None], *parts]
+        has_calls = any(part[0] == "call" for part in parts)
+        loose = [
+            ["content", None] if has_calls and part[0] == "content" and not part[1] else part
+            for part in parts
+        ]
+        strict_print = _fingerprint(_ITEM_DOMAIN, ["assistant", parts, self.extras])
+        return SourceItem(
+            role="assistant",
+            fingerprint=strict_print,
+            equivalence_fingerprint=strict_print
+            if loose == parts
+            else _fingerprint(_ITEM_DOMAIN, ["assistant", loose, self.extras]),
+            reasoning_fingerprint=_reasoning_fingerprint("\n".join(self.reasoning)),
+            native_ids=tuple(self.native_ids),
+        )
+
+
+def _plain(role: str, value: Any, native_id: Any = None) -> SourceItem:
+    mark = _fingerprint(_ITEM_DOMAIN, [role, value])
+    ids = (native_id,) if isinstance(native_id, str) else ()
+    return SourceItem(role, mark, mark, native_ids=ids)
+
+
+def _extras(message: Mapping[str, Any], known: frozenset[str]) -> list[Any]:
+    """Unknown non-null fields, so that they are never collapsed."""
+    return [
+        [key, _canonical_value(message[key])]
+        for key in sorted(message)
+        if key not in known and key not in _BOOKKEEPING_FIELDS and message[key] is not None
+    ]
+
+
+class _Reader:
+    """Numbers tool calls by order of appearance."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, int] = {}
+
+    def number(self, native_id: Any, param: str) -> int:
+        if not isinstance(native_id, str):
+            raise ItemError(Reason.MALFORMED_REQUEST, param, "must be a string")
+        # A repeated id names the newest call, as it does for the template.
+        self.calls[native_id] = number = self._next = getattr(self, "_next", len(self.calls)) + 1
+        return number
+
+    def reference(self, native_id: Any, param: str) -> Any:
+        if not isinstance(native_id, str):
+            raise ItemError(Reason.MALFORMED_REQUEST, param, "must be a string")
+        return self.calls.get(native_id, f"unpaired:{native_id}")
+
+
+class _ChatReader(_Reader):
+    def read(self, messages: Sequence[Mapping[str, Any]]) -> list[SourceItem]:
+        if isinstance(messages, str) or not isinstance(messages, Sequence):
+            raise ItemError(Reason.MALFORMED_REQUEST, "messages", "must be a list")
+        return [self._message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+
+    def _message(self, message: Mapping[str, Any], param: str) -> SourceItem:
+        if not isinstance(message, Mapping):
+            raise ItemError(Reason.MALFORMED_REQUEST, param, "must be an object")
+        role = message.get("role")
+        extras = _extras(message, _MESSAGE_FIELDS)
+        if role == "assistant":
+            return self._assistant(message, extras, param)
+        content = _content(message.get("content"), f"{param}.content")
+        if role in ("system", "developer", "user"):
+            return _plain(role, [content, extras], message.get("id"))
+        if role == "tool":
+            paired = self.reference(message.get("tool_call_id"), f"{param}.tool_call_id")
+            return _plain("tool", [paired, content, extras])
+        raise ItemError(
+            Reason.UNSUPPORTED_ITEM, f"{param}.role", f"message role {role!r} is not captured"
+        )
+
+    def _assistant(self, message: Mapping[str, Any], extras: list[Any], param: str) -> SourceItem:
+        turn = _Turn(extras=extras)
+        reasoning = message.get("reasoning") or message.get("reasoning_content")
+        if reasoning:
+            if not isinstance(reasoning, str):
+                raise ItemError(Reason.MALFORMED_REQUEST, f"{param}.reasoning", "must be a string")
+            turn.reasoning.append(reasoning)
+        if isinstance(message.get("id"), str):
+            turn.native_ids.append(message["id"])
+        turn.parts.append(["content", _content(message.get("content"), f"{param}.content")])
+        for i, call in enumerate(message.get("tool_calls") or ()):
+            where = f"{param}.tool_calls[{i}]"
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if not isinstance(function, Mapping) or call.get("type", "function") != "function":
+                raise ItemError(Reason.UNSUPPORTED_ITEM, where, "must be a function call")
+            number = self.number(call.get("id"), f"{where}.id")
+            turn.native_ids.append(call["id"])
+            turn.parts.append(_call(function, number, where))
+        return turn.item()
+
+
+def _call(function: Mapping[str, Any], number: int, param: str) -> list[Any]:
+    name = _string(function, "name", param)
+    try:
+        arguments = normalize_arguments(function.get("arguments"))
+    except ValueError as error:
+        raise ItemError(Reason.MALFORMED_REQUEST, f"{param}.arguments", str(error)) from error
+    return ["call", number, name, arguments]
+
+
+class _ResponsesReader(_Reader):
+    def read(
+        self, request_input: str | Sequence[Mapping[str, Any]], instructions: str | None
+    ) -> list[SourceItem]:
+        items: list[SourceItem] = []
+        if instructions is not None:
+            items.append(_plain("system", [instructions, []]))
+        if isinstance(request_input, str):
+            items.append(_plain("user", [request_input, []]))
+            return items
+        if not isinstance(request_input, Sequence):
+            raise ItemError(Reason.MALFORMED_REQUEST, "input", "must be a string or a list")
+        turn: _Turn | None = None
+        for i, entry in enumerate(request_input):
+            param = f"input[{i}]"
+            if not isinstance(entry, Mapping):
+                raise ItemError(Reason.MALFORMED_REQUEST, param, "must be an object")
+            kind = entry.get("type") or ("message" if "role" in entry else None)
+            if kind in ("reasoning", "function_call") or entry.get("role") == "assistant":
+                turn = turn or _Turn()
+                self._turn_part(turn, entry, kind, param)
+                continue
+            if turn is not None:
+                items.append(turn.item())
+                turn = None
+            items.append(self._observation(entry, kind, param))
+        if turn is not None:
+            items.append(turn.item())
+        return items
+
+    def _turn_part(
+        self, turn: _Turn, entry: Mapping[str, Any], kind: str | None, param: str
+    ) -> None:
+        native = entry.get("id")
+        if isinstance(native, str):
+            turn.native_ids.append(native)
+        if kind == "reasoning":
+            text = _reasoning_text(entry, param)
+            if text:
+                turn.reasoning.append(text)
+        elif kind == "function_call":
+            number = self.number(entry.get("call_id"), f"{param}.call_id")
+            turn.native_ids.append(entry["call_id"])
+            turn.parts.append(_call(entry, number, param))
+        elif kind == "message":
+            turn.parts.append(["content", _content(entry.get("content"), f"{param}.content")])
+            turn.extras.extend(_extras(entry, frozenset({"role", "content", "id"})))
+        else:
+            raise ItemError(
+                Reason.UNSUPPORTED_ITEM, f"{param}.type", f"item {kind!r} is not captured"
+            )
+
+    def _observation(self, entry: Mapping[str, Any], kind: str | None, param: str) -> SourceItem:
+        if kind == "message" and entry.get("role") in ("system", "developer", "user"):
+            content = _content(entry.get("content"), f"{param}.content")
+            extras = _extras(entry, frozenset({"role", "content", "id"}))
+            return _plain(entry["role"], [content, extras], entry.get("id"))
+        if kind == "function_call_output":
+            paired = self.reference(entry.get("call_id"), f"{param}.call_id")
+            output = _content(entry.get("output"), f"{param}.output")
+            return _plain("tool", [paired, output, []])
+        raise ItemError(Reason.UNSUPPORTED_ITEM, f"{param}.type", f"item {kind!r} is not captured")
+
+
+def _reasoning_text(entry: Mapping[str, Any], param: str) -> str:
+    for key in ("content", "summary"):
+        parts = entry.get(key) or ()
+        if parts:
+            return "\n".join(
+                _string(part, "text", f"{param}.{key}[{i}]") for i, part in enumerate(parts)
+            )
+    return ""
+
+
+def _call_numbers(messages: Sequence[Mapping[str, Any]] | str, api: str) -> dict[str, int]:
+    if isinstance(messages, str):
+        return {}
+    reader = _ChatReader() if api == "chat" else _ResponsesReader()
+    if api == "chat":
+        reader.read(messages)  # type: ignore[call-arg]
+    else:
+        reader.read(messages, None)  # type: ignore[call-arg]
+    return reader.calls

@@ -1,0 +1,179 @@
+"""Layout of a shard: one safetensors file with the deltas of several calls.
+
+Guarantees: tensor names are `{key}/{name}`; `tokens` is int32 `[delta_len]`, `logprobs` float32
+`[generated_len]`; the file's metadata carries the schema version, the store, the partition and the
+digest of every delta; a delta is handed out only when its digest matches the address it was asked
+by. A torn, foreign or damaged file raises `ShardError`, it is never read in part.
+"""
+
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+from numpy.typing import NDArray
+
+from forest_schema.digests import delta_digest
+from forest_schema.reasons import Reason
+from forest_schema.records import TensorRef
+from forest_schema.version import CAPTURE_SCHEMA, REQUIRED_FEATURES, check_version
+
+TOKENS = "tokens"
+LOGPROBS = "logprobs"
+
+SHARD_SUFFIX = ".safetensors"
+
+Delta = Mapping[str, NDArray[Any]]
+"""Tensors of one call by name."""
+
+_DTYPES = {
+    "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16,
+    "F16": np.float16, "U32": np.uint32, "I32": np.int32, "F32": np.float32,
+    "U64": np.uint64, "I64": np.int64, "F64": np.float64,
+}  # fmt: skip
+
+_MAX_HEADER = 100 << 20
+
+
+class ShardError(ValueError):
+    """A shard or a delta that cannot be trusted. `reason` is a `Reason`."""
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class ByteSource(Protocol):
+    """Random access to a shard's bytes: a mapped file, or HTTP range reads."""
+
+    def size(self) -> int:
+        """Length of the shard in bytes."""
+        ...
+
+    def read(self, offset: int, length: int) -> memoryview:
+        """Exactly `length` bytes from `offset`."""
+        ...
+
+
+class MappedFile:
+    """Read-only memory map of a local shard file."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            length = os.fstat(file.fileno()).st_size
+            if length == 0:
+                raise ShardError(Reason.UNREADABLE_SHARD, f"shard {path.name} is empty")
+            self._map = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+    def size(self) -> int:
+        """Length of the file in bytes."""
+        return len(self._map)
+
+    def read(self, offset: int, length: int) -> memoryview:
+        """A view of the mapped bytes."""
+        return self._map[offset : offset + length]
+
+
+def encode_shard(deltas: Mapping[str, Delta], *, store: str, partition: str) -> bytes:
+    """A shard file's bytes for `deltas` (key -> tensors)."""
+    tensors = {
+        f"{key}/{name}": np.ascontiguousarray(array)
+        for key, delta in deltas.items()
+        for name, array in delta.items()
+    }
+    metadata = {
+        "forest_schema": str(CAPTURE_SCHEMA),
+        "required_features": json.dumps(REQUIRED_FEATURES),
+        "store": store,
+        "partition": partition,
+        "digests": json.dumps({key: delta_digest(delta) for key, delta in deltas.items()}),
+    }
+    encoded: bytes = safetensors.numpy.save(tensors, metadata=metadata)
+    return encoded
+
+
+class ShardReader:
+    """Deltas of one shard, read through a `ByteSource`."""
+
+    def __init__(self, source: ByteSource, *, shard: str) -> None:
+        """Parse the header. Raises `ShardError` and `SchemaError`."""
+        self._source = source
+        self._shard = shard
+        try:
+            self._data_start, header = self._header()
+            metadata = header.pop("__metadata__")
+            version = int(metadata["forest_schema"])
+            features = json.loads(metadata["required_features"])
+            self.store: str = metadata["store"]
+            self.partition: str = metadata["partition"]
+            self.digests: dict[str, str] = json.loads(metadata["digests"])
+        except ShardError:
+            raise
+        except (ValueError, KeyError, TypeError) as error:
+            raise ShardError(
+                Reason.UNREADABLE_SHARD, f"shard {shard}: unreadable header: {error!r}"
+            ) from error
+        check_version(version, features, what=f"shard {shard}")
+        self._tensors: dict[str, dict[str, Any]] = {}
+        for full_name, info in header.items():
+            key, _, name = full_name.rpartition("/")
+            self._tensors.setdefault(key, {})[name] = info
+
+    def _header(self) -> tuple[int, dict[str, Any]]:
+        size = self._source.size()
+        if size < 8:
+            raise ShardError(Reason.UNREADABLE_SHARD, f"shard {self._shard}: {size} bytes only")
+        length = int.from_bytes(self._source.read(0, 8), "little")
+        if length > min(_MAX_HEADER, size - 8):
+            raise ShardError(Reason.UNREADABLE_SHARD, f"shard {self._shard}: torn header")
+        header = json.loads(bytes(self._source.read(8, length)))
+        end = max(
+            (info["data_offsets"][1] for name, info in header.items() if name != "__metadata__"),
+            default=0,
+        )
+        if 8 + length + end != size:
+            raise ShardError(
+                Reason.UNREADABLE_SHARD,
+                f"shard {self._shard}: {size} bytes where the header promises {8 + length + end}",
+            )
+        return 8 + length, header
+
+    def read(self, ref: TensorRef) -> dict[str, NDArray[Any]]:
+        """Tensors of the delta that `ref` addresses, as read-only views where the source maps.
+
+        Raises `ShardError`: `foreign_shard` where store, partition or key do not belong here,
+        `digest_mismatch` where the bytes are not what was committed.
+        """
+        if (self.store, self.partition) != (ref.store, ref.partition):
+            raise ShardError(
+                Reason.FOREIGN_SHARD,
+                f"shard {self._shard} belongs to {self.store}/{self.partition}, "
+                f"not to {ref.store}/{ref.partition}",
+            )
+        tensors = self.read_unverified(ref.key)
+        found = delta_digest(tensors)
+        if found != ref.digest:
+            raise ShardError(
+                Reason.DIGEST_MISMATCH,
+                f"shard {self._shard}, delta {ref.key}: digest {found} where {ref.digest} was "
+                "committed",
+            )
+        return tensors
+
+    def read_unverified(self, key: str) -> dict[str, NDArray[Any]]:
+        """Tensors of `key` without comparing their digest."""
+        infos = self._tensors.get(key)
+        if infos is None:
+            raise ShardError(Reason.FOREIGN_SHARD, f"shard {self._shard} holds no delta {key}")
+        return {name: self._tensor(info) for name, info in infos.items()}
+
+    def _tensor(self, info: dict[str, Any]) -> NDArray[Any]:
+        start, end = info["data_offsets"]
+        dtype = np.dtype(_DTYPES[info["dtype"]]).newbyteorder("<")
+        data = self._source.read(self._data_start + start, end - start)
+        return np.frombuffer(data, dtype=dtype).reshape(info["shape"])
