@@ -1,0 +1,51 @@
+# One virtual environment that holds both sides. `make demo` and `make test` set up all they need.
+PYTHON ?= python3.11
+VENV   ?= .venv
+OUT    ?= out/demo
+BIN    := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint format wheels isolation bench clean
+
+help:            ## List the targets
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+setup: $(VENV)/.ready ## Create the virtual environment
+
+$(VENV)/.ready: scripts/setup_env.sh requirements/*.txt pyproject.toml shared-schema/pyproject.toml packages/*/pyproject.toml
+	PYTHON=$(PYTHON) bash scripts/setup_env.sh $(VENV)
+
+demo: setup      ## Capture -> rows -> GRPO steps on a tiny model (OUT=dir keeps the results there)
+	$(BIN)/python examples/toolbox/run.py --out $(OUT)
+
+test: setup      ## Run the tests
+	$(BIN)/python -m pytest
+
+test-slow: setup ## Run the tests that take minutes each
+	$(BIN)/python -m pytest -m slow
+
+lint: setup      ## Style,, import boundaries, requirement ids
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_requirements.py
+
+format: setup    ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheels: setup    ## Build the three wheels into dist/
+	rm -rf dist
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist shared-schema
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist packages/vllm-forest-renderer
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist packages/megatron-forest-trainer
+
+isolation: wheels ## Install each wheel without the other side and check what it registers
+	PYTHON=$(PYTHON) bash scripts/check_isolation.sh dist
+
+bench: setup     ## Run the benchmarks
+	$(BIN)/python -m pytest benchmarks -o addopts= --benchmark-only
+
+clean:           ## Remove what the targets made
+	rm -rf $(VENV) out dist .cache
