@@ -1,20 +1,20 @@
 """Plain data of the pure core.
 
 Guarantees: everything here is immutable and free of I/O, torch and Megatron. A `RowPlan` is
-token-free (it can be broadcast); a `Row` adds the tensors. Positions count tokens of the row from
-0. A generated token at position t is a loss *target*: the model predicts it from position t - 1.
-Array names end in their axes: `_T` tokens of one row.
+token-free and serialisable (it can be broadcast); a `Row` adds the tensors. Positions count tokens
+of the row from 0. A generated token at position t is a loss *target*: the model predicts it from
+position t - 1. Array names end in their axes: `_T` tokens of one row.
 """
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from forest_schema import CallRecord
 from numpy.typing import NDArray
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratedSpan:
+class GeneratedSpan(msgspec.Struct, frozen=True):
     """Tokens `[start, end)` of a row that one call generated."""
 
     call_id: str
@@ -28,8 +28,7 @@ class GeneratedSpan:
     """0 means no limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowPlan:
+class RowPlan(msgspec.Struct, frozen=True):
     """One path of a rollout's selected forest, root to endpoint, without its tokens."""
 
     row_id: str
