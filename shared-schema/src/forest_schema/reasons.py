@@ -80,6 +80,7 @@ class Reason(StrEnum):
     # Group dropped.
     ROLLOUT_TIMEOUT = "rollout_timeout"
     TRANSPORT_FAILURE = "transport_failure"
+    HARNESS_ERROR = "harness_error"
     BELOW_MIN_VALID_FRACTION = "below_min_valid_fraction"
     NO_VALID_LAYOUT = "no_valid_layout"
 
@@ -139,6 +140,7 @@ def _effects() -> dict[Reason, Effect]:
         Effect.DROP_GROUP: (
             Reason.ROLLOUT_TIMEOUT,
             Reason.TRANSPORT_FAILURE,
+            Reason.HARNESS_ERROR,
             Reason.BELOW_MIN_VALID_FRACTION,
             Reason.NO_VALID_LAYOUT,
         ),
