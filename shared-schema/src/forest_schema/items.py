@@ -25,6 +25,7 @@ import xxhash
 
 from forest_schema.digests import EMPTY_CHAIN, source_digest
 from forest_schema.reasons import Reason
+from forest_schema.records import OutputEvidence
 
 _ENCODER = msgspec.json.Encoder()
 
@@ -122,6 +123,33 @@ def extend(
     reader.calls.update(_call_numbers(messages, api))
     items = reader.read(output) if api == "chat" else reader.read(output, None)  # type: ignore[call-arg]
     return SourceHistory.of((*history.items, *items))
+
+
+def generated_turn(output: Sequence[Mapping[str, Any]], *, api: str) -> SourceItem:
+    """One generation by itself, as the trainer recognises it in what a harness returns.
+
+    `output` is the one assistant message of a Chat choice, or the items of a Responses response.
+    Tool calls are numbered from 1 inside the turn, whatever came before it. Raises `ItemError`
+    for anything but one assistant turn.
+    """
+    reader = _ChatReader() if api == "chat" else _ResponsesReader()
+    items = reader.read(output) if api == "chat" else reader.read(output, None)  # type: ignore[call-arg]
+    if len(items) != 1 or items[0].role != "assistant":
+        raise ItemError(Reason.MALFORMED_REQUEST, "output", "must be one assistant turn")
+    return items[0]
+
+
+def output_evidence(
+    response_id: str, output: Sequence[Mapping[str, Any]], *, api: str
+) -> OutputEvidence:
+    """What a call record keeps to recognise its generation by (see `generated_turn`)."""
+    turn = generated_turn(output, api=api)
+    return OutputEvidence(
+        response_id=response_id,
+        item_ids=turn.native_ids,
+        fingerprint=turn.equivalence_fingerprint,
+        reasoning_fingerprint=turn.reasoning_fingerprint,
+    )
 
 
 def normalize_arguments(arguments: Any) -> list[Any]:

@@ -78,7 +78,8 @@ class OutputEvidence(msgspec.Struct, frozen=True, kw_only=True):
     item_ids: tuple[str, ...] = ()
     """Native ids of the output items (tool-call ids, Responses item ids), in output order."""
     fingerprint: str
-    """`items.Turn` fingerprint of the generated turn, reasoning left out."""
+    """Equivalence fingerprint of `items.generated_turn`: the turn by itself, reasoning left out,
+    null and empty content equal. `items.output_evidence` makes the whole struct."""
     reasoning_fingerprint: str | None = None
     """Fingerprint of the exposed reasoning; None where the generation exposed none."""
 
