@@ -151,9 +151,7 @@ def _fixed_schedules(lengths: Sequence[int], shape: FixedShape) -> tuple[Schedul
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     ranks = [order[rank :: shape.data_parallel] for rank in range(shape.data_parallel)]
     train, logprob = (
-        tuple(
-            tuple(tuple(own[i : i + size]) for i in range(0, len(own), size)) for own in ranks
-        )
+        tuple(tuple(tuple(own[i : i + size]) for i in range(0, len(own), size)) for own in ranks)
         for size in (shape.train_micro_batch, shape.logprob_micro_batch)
     )
     return train, logprob
