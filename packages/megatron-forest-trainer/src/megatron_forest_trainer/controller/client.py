@@ -183,8 +183,12 @@ class ControlClient:
             wait=tenacity.wait_exponential(self._backoff_s, max=10.0),
             reraise=True,
         )
+
+        async def attempt() -> _T:
+            return await send()
+
         try:
-            return await policy(send)
+            return await policy(attempt)
         except httpx.TransportError as error:
             certainty = "did not arrive" if isinstance(error, _NOT_SENT) else "may have arrived"
             raise TransportFailure(
@@ -211,7 +215,7 @@ class ControlClient:
             raise _refusal(response)
         if kind is Receipt:
             decoded: Any = decode_receipt(response.content)
-            return decoded  # type: ignore[no-any-return]
+            return decoded
         check_message_version(response.content, what=f"answer to {method} {path}")
         return msgspec.json.decode(response.content, type=kind)
 

@@ -42,7 +42,7 @@ def resolve_harness(target: str) -> Harness:
         getattr(found, "__call__", None)  # noqa: B004 - an object with an async __call__
     ):
         raise HarnessNotFound(f"harness.target {target!r} is not an async function: {found!r}")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _from_module(target: str) -> Any:

@@ -123,11 +123,8 @@ def read_records(directory: Path) -> list[dict[str, Value]]:
     path = directory / RECORDS_FILE
     if not path.is_file():
         return []
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            records.append(json.loads(line))
-    return records
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _line(record: StepRecord) -> str:
