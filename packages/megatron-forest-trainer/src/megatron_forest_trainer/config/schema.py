@@ -37,6 +37,8 @@ class TokenCaptureConfig(Section):
     """Smallest fraction of verified rollouts of a kept prompt group; null keeps every group."""
     pending_wait_s: NonNegative = 300.0
     """Seconds to wait, when an attempt closes, for calls that are still running."""
+    keep_captures: bool = False
+    """Leave a trained step's captures on the server instead of deleting them."""
     on_evidence_error: Literal["raise", "mask"] = "mask"
     """A returned output that does not fit the capture: stop the run, or mask the rollout."""
 
@@ -158,6 +160,9 @@ class PolicyConfig(Section):
     """Directory of a Hugging Face checkpoint. Required for training."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The tokenizer."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Where the learner runs. `cpu` is for demonstrations and tests: Megatron-Core then runs through
+    the patches of `megatron_forest_trainer.testing.cpu`."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations."""
     max_total_sequence_length: Positive = 16384
