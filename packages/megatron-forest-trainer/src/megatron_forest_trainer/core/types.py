@@ -1,16 +1,18 @@
 """Plain data of the pure core.
 
-Guarantees: everything here is immutable and free of I/O, torch and Megatron. A `RowPlan` is
-token-free and serialisable (it can be broadcast); a `Row` adds the tensors. Positions count tokens
-of the row from 0. A generated token at position t is a loss *target*: the model predicts it from
-position t - 1. Array names end in their axes: `_T` tokens of one row.
+Guarantees: everything here is immutable and free of I/O, torch and Megatron. All but `Row` is
+token-free and serialisable (it can be broadcast and saved). Positions count tokens of the row from
+0. A generated token at position t is a loss *target*: the model predicts it from position t - 1.
+Array names end in their axes: `_T` tokens of one row.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
-from forest_schema import CallRecord
+from forest_schema import CallRecord, Reason, TensorRef
 from numpy.typing import NDArray
 
 
@@ -47,6 +49,46 @@ class RowPlan(msgspec.Struct, frozen=True):
         return sum(span.end - span.start for span in self.spans if span.owned)
 
 
+class Finalized(msgspec.Struct, frozen=True, kw_only=True):
+    """A logical rollout after verification: all of its rows, or none and the reason."""
+
+    group_id: str
+    rollout_id: str
+    attempt_id: str
+    rows: tuple[RowPlan, ...] = ()
+    """Empty for a masked rollout."""
+    reason: Reason | None = None
+    """Why the rollout is masked; None for a verified one."""
+    detail: str = ""
+    """The reason in words: which call and what to change."""
+    selected: tuple[str, ...] = ()
+    """Call ids of the selection, in its order; kept for a rollout masked after selection too."""
+    terminal_response_id: str | None = None
+    truncated: bool = False
+    """Some selected generation stopped at a length limit."""
+    generated_tokens: int = 0
+    """Tokens of all selected generations, each counted once; 0 for a masked rollout."""
+    longest_generation: int = 0
+    """Tokens of the largest selected generation; 0 for a masked rollout."""
+    unique_tokens: int = 0
+    """Tokens of all selected deltas, each counted once; 0 for a masked rollout."""
+
+    @property
+    def verified(self) -> bool:
+        """The rollout's rows can be trained on."""
+        return self.reason is None
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of all rows, shared ancestors counted once per row."""
+        return sum(row.length for row in self.rows)
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest verified context chain; 0 for a masked rollout."""
+        return max((row.length for row in self.rows), default=0)
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """A `RowPlan` with its exact tensors."""
@@ -57,3 +99,14 @@ class Row:
     """True at owned generated tokens (targets)."""
     logprobs_T: NDArray[np.float32]
     """Captured log-probability of each generated token, owned or borrowed; 0 elsewhere."""
+
+
+class DeltaReader(Protocol):
+    """Where a call's tensors come from."""
+
+    def read(self, ref: TensorRef) -> Mapping[str, NDArray[Any]]:
+        """The tensors of one delta, with the digest that `ref` names.
+
+        Raises `forest_schema.shards.ShardError` for anything that cannot be trusted.
+        """
+        ...

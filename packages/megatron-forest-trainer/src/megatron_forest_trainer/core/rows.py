@@ -1,0 +1,50 @@
+"""From row plans to arrays.
+
+Guarantees: a row is the exact concatenation of its path's deltas; the loss mask is true at owned
+generated tokens only; captured log-probabilities lie on their tokens and are 0 elsewhere. Sizes
+that contradict the records raise `IntegrityError`; nothing is cut or filled.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from forest_schema import CallRecord, Reason
+from forest_schema.shards import LOGPROBS, TOKENS
+from numpy.typing import NDArray
+
+from megatron_forest_trainer.core.errors import IntegrityError
+from megatron_forest_trainer.core.types import DeltaReader, Row, RowPlan
+
+
+def assemble(plan: RowPlan, reader: DeltaReader) -> Row:
+    """The arrays of `plan`, read through `reader`."""
+    tokens_T = np.empty(plan.length, dtype=np.int32)
+    logprobs_T = np.zeros(plan.length, dtype=np.float32)
+    loss_mask_T = np.zeros(plan.length, dtype=np.bool_)
+    for call, span in zip(plan.path, plan.spans, strict=True):
+        tokens, logprobs = delta_arrays(call, reader.read(call.delta))
+        tokens_T[call.prev_len : call.cum_len] = tokens
+        logprobs_T[span.start : span.end] = logprobs
+        if span.owned:
+            loss_mask_T[span.start : span.end] = True
+    return Row(plan=plan, tokens_T=tokens_T, loss_mask_T=loss_mask_T, logprobs_T=logprobs_T)
+
+
+def delta_arrays(
+    call: CallRecord, delta: Mapping[str, NDArray[Any]]
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Tokens `[delta_len]` and log-probabilities `[generated_len]` of a call's delta."""
+    tokens, logprobs = delta.get(TOKENS), delta.get(LOGPROBS)
+    if tokens is None or logprobs is None:
+        raise IntegrityError(
+            Reason.DIGEST_MISMATCH,
+            f"call {call.call_id}: the delta holds {sorted(delta)}, not {TOKENS} and {LOGPROBS}",
+        )
+    if tokens.shape != (call.delta_len,) or logprobs.shape != (call.generated_len,):
+        raise IntegrityError(
+            Reason.DIGEST_MISMATCH,
+            f"call {call.call_id}: {tokens.shape[0]} tokens and {logprobs.shape[0]} "
+            f"log-probabilities where the record says {call.delta_len} and {call.generated_len}",
+        )
+    return tokens, logprobs
