@@ -2,7 +2,8 @@
 
 Guarantees: the server and the trainer's client use the same typed messages; every body that
 comes from the server carries the schema version. All routes are under `CONTROL_PREFIX`, need
-`Authorization: Bearer <control token>` and answer errors as `ErrorBody`.
+the control token and answer errors as `ErrorBody`. The token comes as `Authorization: Bearer
+<control token>`, or in `CONTROL_TOKEN_HEADER` where `Authorization` carries vLLM's API key.
 
 | method and path below `CONTROL_PREFIX` | request body | answer |
 | --- | --- | --- |
@@ -32,6 +33,9 @@ ATTEMPT_PREFIX = "/v1/forest"
 """`{ATTEMPT_PREFIX}/{attempt}` is the base_url of an attempt's OpenAI client."""
 
 CONTROL_PREFIX = "/v1/forest/control"
+
+CONTROL_TOKEN_HEADER = "x-forest-control-token"
+"""Header of the control token on a server that vLLM's `--api-key` guards."""
 
 
 class Handshake(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,8 +46,13 @@ def chain_digest(parent_chain: str, delta_tokens: Sequence[int] | NDArray[np.int
     `parent_chain` is `EMPTY_CHAIN` for a root. A child's chain therefore commits to every token
     of every ancestor without reading them.
     """
+    return extend_chain(parent_chain, token_digest(delta_tokens))
+
+
+def extend_chain(parent_chain: str, delta_token_digest: str) -> str:
+    """`chain_digest` from the `token_digest` of the new tokens."""
     return digest_bytes(
-        CHAIN_DOMAIN, parent_chain.encode("ascii"), token_digest(delta_tokens).encode("ascii")
+        CHAIN_DOMAIN, parent_chain.encode("ascii"), delta_token_digest.encode("ascii")
     )
 
 

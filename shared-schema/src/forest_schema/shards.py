@@ -79,8 +79,19 @@ class MappedFile:
         return self._map[offset : offset + length]
 
 
-def encode_shard(deltas: Mapping[str, Delta], *, store: str, partition: str) -> bytes:
-    """A shard file's bytes for `deltas` (key -> tensors)."""
+def encode_shard(
+    deltas: Mapping[str, Delta],
+    *,
+    store: str,
+    partition: str,
+    digests: Mapping[str, str] | None = None,
+) -> bytes:
+    """A shard file's bytes for `deltas` (key -> tensors).
+
+    `digests` are the deltas' digests where the caller knows them; None computes them.
+    """
+    if digests is None:
+        digests = {key: delta_digest(delta) for key, delta in deltas.items()}
     tensors = {
         f"{key}/{name}": np.ascontiguousarray(array)
         for key, delta in deltas.items()
@@ -91,7 +102,7 @@ def encode_shard(deltas: Mapping[str, Delta], *, store: str, partition: str) -> 
         "required_features": json.dumps(REQUIRED_FEATURES),
         "store": store,
         "partition": partition,
-        "digests": json.dumps({key: delta_digest(delta) for key, delta in deltas.items()}),
+        "digests": json.dumps(dict(digests)),
     }
     encoded: bytes = safetensors.numpy.save(tensors, metadata=metadata)
     return encoded

@@ -1,0 +1,75 @@
+"""Bodies of control requests and answers.
+
+Guarantees: a request body is read up to a bound and decoded as exactly one type; every refusal is
+an `ErrorBody` with a `Reason`; a refusal that repeats itself carries `x-should-retry: false`, and
+only `store_unavailable` (503) invites a retry.
+"""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from forest_schema import Reason
+from forest_schema.control import ErrorBody
+
+from vllm_forest_renderer.errors import ForestError
+
+MAX_BODY = 1 << 20
+"""Bytes of a control request's body."""
+
+_STATUS: Mapping[Reason, int] = {
+    Reason.CONTROL_TOKEN_REQUIRED: 401,
+    Reason.UNREADABLE_SHARD: 404,
+    Reason.ATTEMPT_UNKNOWN: 422,
+    Reason.ATTEMPT_CLOSED: 422,
+    Reason.STAGING_FAILED: 500,
+    Reason.ENGINE_ERROR: 500,
+    Reason.STORE_UNAVAILABLE: 503,
+}
+
+T = TypeVar("T")
+
+
+def status_of(reason: Reason) -> int:
+    """HTTP status of a refusal; 400 for everything that the request itself got wrong."""
+    return _STATUS.get(reason, 400)
+
+
+def answer(message: msgspec.Struct) -> Response:
+    """A message as a JSON response."""
+    return Response(msgspec.json.encode(message), media_type="application/json")
+
+
+def refusal(error: ForestError) -> Response:
+    """The response to a request that `error` refused."""
+    status = status_of(error.reason)
+    body = ErrorBody(
+        error=ErrorBody.Error(message=str(error), type=error.reason, param=error.param, code=status)
+    )
+    headers = {} if error.reason is Reason.STORE_UNAVAILABLE else {"x-should-retry": "false"}
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(
+        msgspec.json.encode(body), status, headers=headers, media_type="application/json"
+    )
+
+
+async def read_body(request: Request, kind: type[T], *, default: T | None = None) -> T:
+    """The request's body as a `kind`; `default`, where there is one, for an empty body.
+
+    Raises `ForestError` (`malformed_request`) for a body that is too large or does not fit.
+    """
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > MAX_BODY:
+            raise ForestError(
+                Reason.MALFORMED_REQUEST, f"body: larger than {MAX_BODY} bytes", param="body"
+            )
+    if not data and default is not None:
+        return default
+    try:
+        return msgspec.json.decode(bytes(data), type=kind)
+    except msgspec.MsgspecError as error:
+        raise ForestError(Reason.MALFORMED_REQUEST, f"body: {error}", param="body") from error
