@@ -22,7 +22,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of every section: immutable, keyword-only, unknown keys refused."""
 
 
-class TokenCaptureConfig(Section):
+class TokenCaptureConfig(Section, frozen=True):
     """What is captured and which captured calls train."""
 
     enabled: bool = False
@@ -43,7 +43,7 @@ class TokenCaptureConfig(Section):
     """A returned output that does not fit the capture: stop the run, or mask the rollout."""
 
 
-class OptimizerConfig(Section):
+class OptimizerConfig(Section, frozen=True):
     """Megatron-Core's optimizer."""
 
     optimizer: Literal["adam", "sgd"] = "adam"
@@ -66,7 +66,7 @@ class OptimizerConfig(Section):
     """Shard the optimizer state over the data-parallel ranks."""
 
 
-class SchedulerConfig(Section):
+class SchedulerConfig(Section, frozen=True):
     """Learning-rate schedule, counted in optimizer steps."""
 
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
@@ -79,7 +79,7 @@ class SchedulerConfig(Section):
     """Learning rate before the first warm-up step."""
 
 
-class MegatronConfig(Section):
+class MegatronConfig(Section, frozen=True):
     """Model parallelism and execution of the learner."""
 
     enabled: bool = True
@@ -110,14 +110,14 @@ class MegatronConfig(Section):
     """The learning-rate schedule."""
 
 
-class SwitchedOff(Section):
+class SwitchedOff(Section, frozen=True):
     """A part of another trainer that must stay off."""
 
     enabled: bool = False
     """Must be false."""
 
 
-class SequencePackingConfig(Section):
+class SequencePackingConfig(Section, frozen=True):
     """Packed (THD) execution: several rows in one bin with separate attention contexts."""
 
     enabled: bool = False
@@ -133,7 +133,7 @@ class SequencePackingConfig(Section):
     """Bin planner; both names mean first-fit-decreasing."""
 
 
-class GenerationConfig(Section):
+class GenerationConfig(Section, frozen=True):
     """Sampling parameters that the harness is asked to use."""
 
     temperature: NonNegative = 1.0
@@ -146,14 +146,14 @@ class GenerationConfig(Section):
     """Longest single generation; null leaves it to the server."""
 
 
-class TokenizerConfig(Section):
+class TokenizerConfig(Section, frozen=True):
     """The tokenizer, where it is not the model's own."""
 
     name: str | None = None
     """Directory of the tokenizer; null is `policy.model_name`."""
 
 
-class PolicyConfig(Section):
+class PolicyConfig(Section, frozen=True):
     """The trained model and its batches."""
 
     model_name: str | None = None
@@ -161,8 +161,8 @@ class PolicyConfig(Section):
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The tokenizer."""
     device: Literal["cuda", "cpu"] = "cuda"
-    """Where the learner runs. `cpu` is for demonstrations and tests: Megatron-Core then runs through
-    the patches of `megatron_forest_trainer.testing.cpu`."""
+    """Where the learner runs. `cpu` is for demonstrations and tests: Megatron-Core then runs
+    through the patches of `megatron_forest_trainer.testing.cpu`."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations."""
     max_total_sequence_length: Positive = 16384
@@ -192,11 +192,11 @@ class PolicyConfig(Section):
     """Packed execution."""
 
 
-class RewardShapingConfig(SwitchedOff):
+class RewardShapingConfig(SwitchedOff, frozen=True):
     """Must stay off: one unshaped reward per rollout."""
 
 
-class GrpoConfig(Section):
+class GrpoConfig(Section, frozen=True):
     """Groups, advantages and filters."""
 
     num_prompts_per_step: Positive = 32
@@ -235,7 +235,7 @@ class GrpoConfig(Section):
     """Seed of prompts, sampling and weights."""
 
 
-class RewardPenaltiesConfig(Section):
+class RewardPenaltiesConfig(Section, frozen=True):
     """Penalties of another trainer that must stay off."""
 
     penalize_duplicated_reasoning: bool = False
@@ -248,7 +248,7 @@ class RewardPenaltiesConfig(Section):
     """Must be false."""
 
 
-class LossConfig(Section):
+class LossConfig(Section, frozen=True):
     """Token-level clipped policy gradient."""
 
     token_level_loss: bool = True
@@ -281,14 +281,14 @@ class LossConfig(Section):
     """Clamp the weight, zero it outside the limits, or zero whole sequences."""
 
 
-class NemoGymFailureConfig(Section):
+class NemoGymFailureConfig(Section, frozen=True):
     """Alias section of existing configuration files."""
 
     rollout_timeout_s: PositiveFloat | None = None
     """Alias of `async_rl.rollout_failure.rollout_timeout_s`."""
 
 
-class RolloutFailureConfig(Section):
+class RolloutFailureConfig(Section, frozen=True):
     """What a failed prompt group costs."""
 
     rollout_timeout_s: PositiveFloat | None = None
@@ -304,7 +304,7 @@ class RolloutFailureConfig(Section):
     """Alias section."""
 
 
-class AsyncConfig(Section):
+class AsyncConfig(Section, frozen=True):
     """Overlap of rollouts and training."""
 
     enabled: bool = False
@@ -317,7 +317,7 @@ class AsyncConfig(Section):
     """Budgets of failures."""
 
 
-class HarnessConfig(Section):
+class HarnessConfig(Section, frozen=True):
     """The agent that makes the rollouts."""
 
     target: str | None = None
@@ -330,7 +330,7 @@ class HarnessConfig(Section):
     """Handed to the harness unchanged."""
 
 
-class ContextHistoryConfig(Section):
+class ContextHistoryConfig(Section, frozen=True):
     """Context compaction of the example agent."""
 
     keep_rounds: Count | None = None
@@ -341,7 +341,7 @@ class ContextHistoryConfig(Section):
     """What to do above `max_prompt_tokens`."""
 
 
-class ServerConfig(Section):
+class ServerConfig(Section, frozen=True):
     """The serving side."""
 
     url: str | None = None
@@ -356,7 +356,7 @@ class ServerConfig(Section):
     """Longest wait for a control request."""
 
 
-class DataSplitConfig(Section):
+class DataSplitConfig(Section, frozen=True):
     """One data set of tasks."""
 
     data_path: str | None = None
@@ -365,7 +365,7 @@ class DataSplitConfig(Section):
     """Must be 1: owned tokens count alike."""
 
 
-class DataConfig(Section):
+class DataConfig(Section, frozen=True):
     """Tasks."""
 
     train: DataSplitConfig = DataSplitConfig()
@@ -374,7 +374,7 @@ class DataConfig(Section):
     """Shuffle the tasks, by `grpo.seed`."""
 
 
-class CheckpointingConfig(Section):
+class CheckpointingConfig(Section, frozen=True):
     """Training checkpoints."""
 
     enabled: bool = False
@@ -389,7 +389,7 @@ class CheckpointingConfig(Section):
     """Continue from the newest checkpoint of `checkpoint_dir`, if there is one."""
 
 
-class WandbConfig(Section):
+class WandbConfig(Section, frozen=True):
     """Weights & Biases."""
 
     project: str = "forest"
@@ -398,7 +398,7 @@ class WandbConfig(Section):
     """Run name; null lets the service choose."""
 
 
-class LoggerConfig(Section):
+class LoggerConfig(Section, frozen=True):
     """Where metrics go. Step records in JSON Lines are always written."""
 
     log_dir: str = "out"
@@ -411,7 +411,7 @@ class LoggerConfig(Section):
     """Weights & Biases."""
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     """The whole configuration."""
 
     token_capture: TokenCaptureConfig = TokenCaptureConfig()

@@ -16,7 +16,7 @@ Forms (the result is an ordinary dictionary):
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from forest_schema.items import ItemError, SourceItem, generated_turn
 
@@ -90,7 +90,7 @@ def read_evidence(result: Mapping[str, Any]) -> Evidence:
     )
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 

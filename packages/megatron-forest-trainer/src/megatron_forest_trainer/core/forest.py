@@ -70,7 +70,7 @@ def build_rows(
     by_id = {record.call_id: record for record in records}
     parents = {record.parent_call_id for record in records}
     owned: set[str] = set()
-    rows = []
+    rows: list[RowPlan] = []
     for record in records:
         if record.call_id in parents:
             continue

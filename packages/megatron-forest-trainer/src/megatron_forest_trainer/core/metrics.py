@@ -1,9 +1,9 @@
 """Error between engine and trainer, and statistics per logical rollout.
 
 Guarantees: every sum is kept with its token count, so that rows, ranks and rollouts can be pooled
-in any order with every token weighted alike; rows without tokens are left out of min, mean and max.
-`lp_gen` is the captured log-probability, `lp_prev` the trainer's before the step. Definitions are in
-`docs/formulas.md`.
+in any order with every token weighted alike; rows without tokens are left out of min, mean and
+max. `lp_gen` is the captured log-probability, `lp_prev` the trainer's before the step. Definitions
+are in `docs/formulas.md`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,8 +1,8 @@
 """Execution padding: rows that only fill up microbatches.
 
-Guarantees: padding rows have no tokens of their own, no loss, no advantage and no vote; their number
-and ids follow from the real rows and the row multiple alone, so that they are fixed before anything
-is published and the same after a restart.
+Guarantees: padding rows have no tokens of their own, no loss, no advantage and no vote; their
+number and ids follow from the real rows and the row multiple alone, so that they are fixed before
+anything is published and the same after a restart.
 """
 
 from collections.abc import Sequence
