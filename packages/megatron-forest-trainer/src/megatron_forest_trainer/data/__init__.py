@@ -1,0 +1,4 @@
+"""Batches: layouts of rows, collators, and a Megatron-style dataset of captured forests.
+
+Guarantees: see the modules. `layout` is pure numpy.
+"""

@@ -1,0 +1,183 @@
+"""From rows to the tensors of one microbatch.
+
+Guarantees: every owned generated token of a row becomes exactly one edge, on the context-parallel
+rank that holds the position before it; borrowed spans, prompts, and padding become none; the edges
+of a row do not depend on the rows beside it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from numpy.typing import NDArray
+
+from megatron_forest_trainer.core.types import Row
+from megatron_forest_trainer.data.layout import (
+    PADDING_TOKEN,
+    Layout,
+    fixed_layout,
+    packed_layout,
+)
+from megatron_forest_trainer.loss.edges import Edges, concatenate
+
+
+@dataclass(frozen=True, slots=True)
+class RowInput:
+    """A row with what the loss needs beside its tokens. Arrays `_N` follow its owned tokens."""
+
+    row: Row | None
+    """None for an execution-padding row: one padding token, no edge."""
+    trains: bool = False
+    """False gives the row no edge in a training microbatch."""
+    advantage: float = 0.0
+    previous_N: NDArray[np.float32] | None = None
+    """The trainer's log-probabilities before the step; None in the pass that computes them."""
+    reference_N: NDArray[np.float32] | None = None
+    correction_N: NDArray[np.float32] | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens that run."""
+        return 1 if self.row is None else len(self.row.tokens_T)
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """What one forward pass of the model takes, on this rank, and its edges."""
+
+    tokens: torch.Tensor
+    """int64 `[b, s]`."""
+    position_ids: torch.Tensor
+    """int64 `[b, s]`: position in the row; 0 at padding."""
+    padding_mask: torch.Tensor
+    """bool `[b, s]`, True at padding: what a router must not count."""
+    packed: PackedSeqParams | None
+    """Segment boundaries of a packed microbatch; None for a grid."""
+    edges: Edges
+    rows: tuple[RowInput, ...]
+    sequence_length: int
+    """Tokens of one line over all context-parallel ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collator:
+    """Turns rows into microbatches of one form."""
+
+    packed: bool
+    multiple: int = 1
+    """A slot is a multiple of this many tokens."""
+    context_ranks: int = 1
+    context_rank: int = 0
+    device: torch.device | str = "cpu"
+
+    def __call__(self, rows: Sequence[RowInput], *, training: bool) -> Microbatch:
+        """The microbatch of `rows`. In a training microbatch only rows that train have edges."""
+        lay_out = packed_layout if self.packed else fixed_layout
+        layout = lay_out(
+            [row.length for row in rows],
+            multiple=self.multiple,
+            context_ranks=self.context_ranks,
+            context_rank=self.context_rank,
+        )
+        tokens = layout.scatter(
+            [_tokens(item) for item in rows], fill=PADDING_TOKEN, dtype=np.int64
+        )
+        positions = layout.scatter(
+            [np.arange(item.length) for item in rows], fill=0, dtype=np.int64
+        )
+        padding = layout.scatter(
+            [np.full(item.length, item.row is None) for item in rows], fill=True, dtype=np.bool_
+        )
+        edges = concatenate(
+            [
+                _row_edges(number, item, layout)
+                for number, item in enumerate(rows)
+                if item.row is not None and (item.trains or not training)
+            ]
+        )
+        return Microbatch(
+            tokens=torch.from_numpy(tokens).to(self.device),
+            position_ids=torch.from_numpy(positions).to(self.device),
+            padding_mask=torch.from_numpy(padding).to(self.device),
+            packed=self._packed_params(layout),
+            edges=edges,
+            rows=tuple(rows),
+            sequence_length=layout.total // (1 if self.packed else len(rows)),
+        )
+
+    def _packed_params(self, layout: Layout) -> PackedSeqParams | None:
+        if not layout.packed:
+            return None
+        slots = torch.tensor(layout.slots, dtype=torch.int32, device=self.device)
+        longest = int((slots[1:] - slots[:-1]).max())
+        # Padding inside a slot follows its row, where causal attention cannot see it, so the slots
+        # themselves serve as the segments and no kernel has to know about the padding.
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=slots,
+            cu_seqlens_kv=slots,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+
+
+def _tokens(item: RowInput) -> NDArray[np.int64]:
+    if item.row is None:
+        return np.full(1, PADDING_TOKEN, np.int64)
+    return item.row.tokens_T.astype(np.int64)
+
+
+def _row_edges(number: int, item: RowInput, layout: Layout) -> Edges:
+    """Edges of row `number` whose source position is on this rank."""
+    row = item.row
+    assert row is not None
+    target_N = np.flatnonzero(row.loss_mask_T)
+    if len(target_N) and target_N[0] == 0:
+        raise ValueError(
+            f"row {row.plan.row_id}: its first token is generated; a generated token needs a "
+            "prompt before it"
+        )
+    temperature_T, top_p_T, top_k_T = _sampling(row)
+    count = len(target_N)
+    source_N = layout.local_index[layout.slots[number] + target_N - 1]
+    edges = Edges(
+        source_E=source_N,
+        target_E=row.tokens_T[target_N].astype(np.int64),
+        weight_E=np.ones(count, np.float32),
+        advantage_E=np.full(count, item.advantage, np.float32),
+        temperature_E=temperature_T[target_N],
+        top_p_E=top_p_T[target_N],
+        top_k_E=top_k_T[target_N],
+        previous_E=_or_constant(item.previous_N, count, 0.0),
+        reference_E=_or_constant(item.reference_N, count, 0.0),
+        correction_E=_or_constant(item.correction_N, count, 1.0),
+        row_E=np.full(count, number, np.int64),
+        index_E=target_N.astype(np.int64),
+    )
+    return edges.take(source_N >= 0)
+
+
+def _sampling(
+    row: Row,
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
+    """Temperature, top-p and top-k of each token's generation; neutral outside generations."""
+    length = len(row.tokens_T)
+    temperature_T, top_p_T = np.ones(length, np.float32), np.ones(length, np.float32)
+    top_k_T = np.zeros(length, np.int64)
+    for span in row.plan.spans:
+        temperature_T[span.start : span.end] = span.temperature
+        top_p_T[span.start : span.end] = span.top_p
+        top_k_T[span.start : span.end] = span.top_k
+    return temperature_T, top_p_T, top_k_T
+
+
+def _or_constant(
+    values_N: NDArray[np.float32] | None, count: int, constant: float
+) -> NDArray[np.float32]:
+    if values_N is None:
+        return np.full(count, constant, np.float32)
+    if len(values_N) != count:
+        raise ValueError(f"{len(values_N)} values for {count} owned tokens")
+    return values_N.astype(np.float32, copy=False)

@@ -1,0 +1,145 @@
+"""Building a Megatron-Core GPTModel from a `ModelShape`.
+
+Guarantees: the same model and the same code above it on the CPU (Megatron's local layers) and on a
+GPU with Transformer Engine; losses are sums over tokens, divided once by the global token count
+(`calculate_per_token_loss`), whatever the split into microbatches and ranks.
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_forest_trainer.model.attention import SDPAVarlenAttention
+from megatron_forest_trainer.model.hf_config import ModelShape
+from megatron_forest_trainer.model.norms import LocalRMSNorm
+from megatron_forest_trainer.model.parallel import Parallelism
+
+
+def use_transformer_engine() -> bool:
+    """Transformer Engine's layers run the model: CUDA and the package are both there."""
+    if not torch.cuda.is_available():
+        return False
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def transformer_config(
+    shape: ModelShape,
+    parallelism: Parallelism,
+    *,
+    dtype: torch.dtype = torch.float32,
+    recompute: bool = False,
+    overrides: dict[str, Any] | None = None,
+) -> TransformerConfig:
+    """Megatron's configuration of the model.
+
+    `recompute` trades time for memory: activations of every layer are computed again in the
+    backward pass. `overrides` are `TransformerConfig` fields set last.
+    Raises `ValueError` where the layers do not divide over the pipeline stages or the heads over
+    the tensor-parallel ranks.
+    """
+    if shape.num_layers % parallelism.pipeline:
+        raise ValueError(
+            f"the model's {shape.num_layers} layers do not divide over "
+            f"pipeline_model_parallel_size {parallelism.pipeline}"
+        )
+    if shape.num_query_groups % parallelism.tensor:
+        raise ValueError(
+            f"the model's {shape.num_query_groups} key/value heads do not divide over "
+            f"tensor_model_parallel_size {parallelism.tensor}"
+        )
+    fused = use_transformer_engine()
+    fields: dict[str, Any] = {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_query_groups": shape.num_query_groups,
+        "kv_channels": shape.head_dim,
+        "gated_linear_unit": True,
+        "activation_func": functional.silu,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+        "layernorm_epsilon": shape.rms_norm_eps,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "calculate_per_token_loss": True,
+        "tensor_model_parallel_size": parallelism.tensor,
+        "pipeline_model_parallel_size": parallelism.pipeline,
+        "context_parallel_size": parallelism.context,
+        "expert_model_parallel_size": parallelism.expert,
+        "sequence_parallel": parallelism.sequence_parallel,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        # Microbatches differ in length; Megatron ties that to a dispatcher even for dense models.
+        "variable_seq_lengths": parallelism.pipeline > 1,
+        "moe_token_dispatcher_type": "alltoall",
+        "apply_rope_fusion": fused,
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": fused,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
+    if recompute:
+        fields |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    return TransformerConfig(**fields, **(overrides or {}))
+
+
+def layer_specs(config: TransformerConfig) -> Any:
+    """What the transformer block is made of."""
+    if use_transformer_engine():
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
+    layer = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    layer.submodules.input_layernorm = LocalRMSNorm
+    layer.submodules.pre_mlp_layernorm = LocalRMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.q_layernorm = LocalRMSNorm
+    attention.k_layernorm = LocalRMSNorm
+    attention.core_attention = SDPAVarlenAttention
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=LocalRMSNorm
+    )
+
+
+def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
+    """Embedding rows in the model: the vocabulary, rounded up to the tensor-parallel ranks."""
+    return -(-vocab_size // tensor_parallel) * tensor_parallel
+
+
+def build_model(shape: ModelShape, config: TransformerConfig) -> GPTModel:
+    """This rank's part of the model, with arbitrary weights, on its device.
+
+    Needs `model.parallel.initialize`.
+    """
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=layer_specs(config),
+        vocab_size=padded_vocab_size(shape.vocab_size, config.tensor_model_parallel_size),
+        max_sequence_length=shape.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=shape.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+    )
+    return model.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else model
