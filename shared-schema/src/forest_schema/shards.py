@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import safetensors
-import safetensors.numpy
 from numpy.typing import NDArray
 
 from forest_schema.digests import delta_digest
@@ -36,6 +34,11 @@ _DTYPES = {
     "F16": np.float16, "U32": np.uint32, "I32": np.int32, "F32": np.float32,
     "U64": np.uint64, "I64": np.int64, "F64": np.float64,
 }  # fmt: skip
+
+_NAMES = {np.dtype(dtype).newbyteorder("<"): name for name, dtype in _DTYPES.items()}
+
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError)
+"""What a damaged header raises when it is taken apart."""
 
 _MAX_HEADER = 100 << 20
 
@@ -90,13 +93,22 @@ def encode_shard(
 
     `digests` are the deltas' digests where the caller knows them; None computes them.
     """
+    return b"".join(shard_parts(deltas, store=store, partition=partition, digests=digests))
+
+
+def shard_parts(
+    deltas: Mapping[str, Delta],
+    *,
+    store: str,
+    partition: str,
+    digests: Mapping[str, str] | None = None,
+) -> list[bytes | memoryview]:
+    """`encode_shard` as consecutive parts, the tensors' own memory among them: nothing is copied.
+
+    The arrays must not change while the parts are in use.
+    """
     if digests is None:
         digests = {key: delta_digest(delta) for key, delta in deltas.items()}
-    tensors = {
-        f"{key}/{name}": np.ascontiguousarray(array)
-        for key, delta in deltas.items()
-        for name, array in delta.items()
-    }
     metadata = {
         "forest_schema": str(CAPTURE_SCHEMA),
         "required_features": json.dumps(REQUIRED_FEATURES),
@@ -104,8 +116,29 @@ def encode_shard(
         "partition": partition,
         "digests": json.dumps(dict(digests)),
     }
-    encoded: bytes = safetensors.numpy.save(tensors, metadata=metadata)
-    return encoded
+    header: dict[str, Any] = {"__metadata__": metadata}
+    parts: list[bytes | memoryview] = [b"", b""]
+    offset = 0
+    tensors = [
+        (f"{key}/{name}", np.ascontiguousarray(array, array.dtype.newbyteorder("<")))
+        for key, delta in deltas.items()
+        for name, array in delta.items()
+    ]
+    # The widest element types come first, so every tensor is aligned in the mapped file.
+    for name, array in sorted(tensors, key=lambda tensor: (-tensor[1].dtype.itemsize, tensor[0])):
+        end = offset + array.nbytes
+        header[name] = {
+            "dtype": _NAMES[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+        if array.nbytes:
+            parts.append(memoryview(array.reshape(-1)).cast("B"))  # type: ignore[arg-type]
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    parts[:2] = [len(encoded).to_bytes(8, "little"), encoded]
+    return parts
 
 
 class ShardReader:
@@ -125,11 +158,13 @@ class ShardReader:
             self.digests: dict[str, str] = json.loads(metadata["digests"])
         except ShardError:
             raise
-        except (ValueError, KeyError, TypeError) as error:
+        except _MALFORMED as error:
             raise ShardError(
                 Reason.UNREADABLE_SHARD, f"shard {shard}: unreadable header: {error!r}"
             ) from error
         check_version(version, features, what=f"shard {shard}")
+        if not isinstance(self.digests, dict):
+            raise ShardError(Reason.UNREADABLE_SHARD, f"shard {shard}: unreadable digests")
         self._tensors: dict[str, dict[str, Any]] = {}
         for full_name, info in header.items():
             key, _, name = full_name.rpartition("/")
@@ -181,7 +216,13 @@ class ShardReader:
         infos = self._tensors.get(key)
         if infos is None:
             raise ShardError(Reason.FOREIGN_SHARD, f"shard {self._shard} holds no delta {key}")
-        return {name: self._tensor(info) for name, info in infos.items()}
+        try:
+            return {name: self._tensor(info) for name, info in infos.items()}
+        except _MALFORMED as error:
+            raise ShardError(
+                Reason.UNREADABLE_SHARD,
+                f"shard {self._shard}, delta {key}: unreadable tensor: {error!r}",
+            ) from error
 
     def _tensor(self, info: dict[str, Any]) -> NDArray[Any]:
         start, end = info["data_offsets"]

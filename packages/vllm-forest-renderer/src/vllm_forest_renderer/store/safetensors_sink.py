@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from forest_schema import CAPTURE_SCHEMA, Reason, TensorRef
 from forest_schema.digests import delta_digest, token_digest
-from forest_schema.shards import LOGPROBS, TOKENS, Delta, ShardError, encode_shard
+from forest_schema.shards import LOGPROBS, TOKENS, Delta, ShardError, shard_parts
 from forest_schema.version import REQUIRED_FEATURES, check_message_version
 
 from vllm_forest_renderer import metrics
@@ -200,9 +200,9 @@ class SafetensorsSink:
         """One durable shard of `deltas`. Raises `OSError`."""
         shard = new_shard_name(self._owner)
         digests = {key: delta_digest(delta) for key, delta in deltas.items()}
-        data = encode_shard(deltas, store=self._store_id, partition=partition, digests=digests)
-        write_shard(self._folder(partition), shard, [data])
-        metrics.STORE_BYTES.labels(kind).inc(len(data))
+        parts = shard_parts(deltas, store=self._store_id, partition=partition, digests=digests)
+        write_shard(self._folder(partition), shard, parts)
+        metrics.STORE_BYTES.labels(kind).inc(sum(map(len, parts)))
         stored = {}
         for key, delta in deltas.items():
             ref = TensorRef(
