@@ -28,8 +28,8 @@ def group_advantages(
     """Advantages `[n]` of the n rollouts of one prompt group.
 
     `votes` says whose reward is in the baseline; `retained` who trains (by default, who votes).
-    With fewer than two votes every advantage is 0. Raises `ValueError` for a reward that is not
-    finite.
+    With fewer than two votes every advantage is 0 before clipping. Raises `ValueError` for a
+    reward that is not finite.
     """
     rewards_n = np.asarray(rewards, dtype=np.float64)
     votes_n = np.asarray(votes, dtype=np.bool_)
@@ -41,29 +41,36 @@ def group_advantages(
         )
     if not np.isfinite(rewards_n[votes_n | retained_n]).all():
         raise ValueError(f"a reward is not finite: {rewards_n.tolist()}")
-    count = int(votes_n.sum())
-    if count <= 1:
-        return np.zeros_like(rewards_n)
-    # Only differences matter; measured from one of the rewards, equal rewards give exactly 0.
-    shifted_n = np.where(votes_n | retained_n, rewards_n, 0.0) - rewards_n[votes_n][0]
-    weights_nn = np.broadcast_to(votes_n, (len(votes_n), len(votes_n))).astype(np.float64)
+    if votes_n.sum() <= 1:
+        advantages_n = np.zeros_like(rewards_n)
+    else:
+        # Only differences matter; measured from a reward, equal rewards give exactly 0.
+        shifted_n = np.where(votes_n | retained_n, rewards_n, 0.0) - rewards_n[votes_n][0]
+        advantages_n = _unclipped(shifted_n, votes_n, leave_one_out, normalize)
+    low = -np.inf if clip_low is None else clip_low
+    high = np.inf if clip_high is None else clip_high
+    return np.where(retained_n, np.clip(advantages_n, low, high), 0.0)
+
+
+def _unclipped(
+    rewards_n: NDArray[np.float64],
+    votes_n: NDArray[np.bool_],
+    leave_one_out: bool,
+    normalize: bool,
+) -> NDArray[np.float64]:
+    """Reward minus baseline, over the deviation where there is one; at least two votes."""
+    weights_nn = np.tile(votes_n.astype(np.float64), (len(votes_n), 1))
     if leave_one_out:
-        weights_nn = weights_nn * (1.0 - np.eye(len(votes_n)))
-    others_n = weights_nn.sum(axis=1)
-    baseline_n = weights_nn @ shifted_n / others_n
-    advantages_n = shifted_n - baseline_n
-    if normalize:
-        squares_n = (weights_nn * (shifted_n[None, :] - baseline_n[:, None]) ** 2).sum(axis=1)
-        deviation_n = np.sqrt(squares_n / np.maximum(others_n - 1.0, 1.0))
-        advantages_n = np.where(
-            deviation_n > 0, advantages_n / (deviation_n + EPSILON), advantages_n
-        )
-    advantages_n = np.clip(
-        advantages_n,
-        -np.inf if clip_low is None else clip_low,
-        np.inf if clip_high is None else clip_high,
-    )
-    return np.where(retained_n, advantages_n, 0.0)
+        np.fill_diagonal(weights_nn, 0.0)
+    count_n = weights_nn.sum(axis=1)
+    baseline_n = weights_nn @ rewards_n / count_n
+    advantages_n = rewards_n - baseline_n
+    if not normalize:
+        return advantages_n
+    squares_n = (weights_nn * (rewards_n[None, :] - baseline_n[:, None]) ** 2).sum(axis=1)
+    # A baseline of one reward has no deviation: 0, so that the advantage stays as it is.
+    deviation_n = np.sqrt(squares_n / np.maximum(count_n - 1.0, 1.0))
+    return np.where(deviation_n > 0, advantages_n / (deviation_n + EPSILON), advantages_n)
 
 
 def check_complete_group(rollout_ids: Sequence[str], expected: int, *, group_id: str) -> None:

@@ -6,10 +6,12 @@ max. `lp_gen` is the captured log-probability, `lp_prev` the trainer's before th
 are in `docs/formulas.md`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
+from forest_schema import Reason
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_forest_trainer.core.types import Finalized
@@ -88,31 +90,29 @@ def error_metrics(rows: Sequence[TokenErrors]) -> dict[str, float]:
 
 
 def rollout_metrics(
-    finalized: Sequence[Finalized], rewards: Mapping[str, float]
+    finalized: Sequence[Finalized], rewards: Sequence[float | None]
 ) -> dict[str, float]:
     """Generation statistics of a step: one observation per logical rollout, before any filter.
 
-    `rewards` maps rollout ids to rewards; a rollout without one is left out of the reward's mean.
+    `rewards[i]` is the reward of `finalized[i]`; None (no reward) is left out of the mean.
     """
     metrics: dict[str, float] = {"logical_rollouts": float(len(finalized))}
     if finalized:
-        generated = [rollout.generated_tokens for rollout in finalized]
         metrics |= {
-            "gen_tokens_per_sample": float(np.mean(generated)),
+            "gen_tokens_per_sample": float(np.mean([r.generated_tokens for r in finalized])),
             "max_gen_tokens_per_turn": float(max(r.longest_generation for r in finalized)),
             "total_tokens_per_sample": float(np.mean([r.longest_row for r in finalized])),
             "truncated_rollouts": float(sum(r.truncated for r in finalized)),
             "unique_tokens": float(sum(r.unique_tokens for r in finalized)),
             "row_tokens": float(sum(r.row_tokens for r in finalized)),
         }
-    known = [rewards[r.rollout_id] for r in finalized if r.rollout_id in rewards]
+    known = [reward for reward in rewards if reward is not None]
     if known:
         metrics |= {"reward/mean": float(np.mean(known)), "reward/std": float(np.std(known))}
-    masked: dict[str, int] = {}
-    for rollout in finalized:
-        if rollout.reason is not None:
-            masked[rollout.reason] = masked.get(rollout.reason, 0) + 1
-    metrics["finalize/masked_rollouts"] = float(sum(masked.values()))
-    metrics["finalize/selection_not_closed_rollouts"] = float(masked.get("selection_not_closed", 0))
-    metrics |= {f"finalize/masked_rollouts/{reason}": float(n) for reason, n in masked.items()}
-    return metrics
+    masked = Counter(rollout.reason for rollout in finalized if rollout.reason is not None)
+    metrics["finalize/masked_rollouts"] = float(masked.total())
+    metrics["finalize/selection_not_closed_rollouts"] = float(masked[Reason.SELECTION_NOT_CLOSED])
+    return metrics | {
+        f"finalize/masked_rollouts/{reason.value}": float(count)
+        for reason, count in sorted(masked.items())
+    }
