@@ -8,7 +8,6 @@ or an error.
 import hashlib
 import hmac
 import logging
-import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,8 @@ from forest_schema import Reason
 from forest_schema.control import CONTROL_TOKEN_HEADER
 
 from vllm_forest_renderer.errors import ForestError
-from vllm_forest_renderer.store.files import fsync_folder, refusing
+from vllm_forest_renderer.process import ProcessIdentity
+from vllm_forest_renderer.store.files import create_once, refusing
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +64,8 @@ def load_token(configured: str | None, path: Path) -> ControlToken:
         return ControlToken(configured)
     with refusing("control token"):
         if not path.exists():
-            _write_token(path)
+            token = secrets.token_urlsafe(_TOKEN_BYTES)
+            create_once(path, f"{token}\n".encode(), ProcessIdentity.current(), mode=0o600)
         if path.stat().st_mode & 0o077:
             raise ForestError(
                 Reason.CONFIGURATION,
@@ -74,23 +75,6 @@ def load_token(configured: str | None, path: Path) -> ControlToken:
         token = path.read_text().strip()
     _log.info("the control routes need the token in %s", path)
     return ControlToken(token)
-
-
-def _write_token(path: Path) -> None:
-    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_urlsafe(_TOKEN_BYTES) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        # A link never replaces: of several processes that make a token, one wins.
-        os.link(temporary, path)
-    except FileExistsError:
-        pass
-    finally:
-        temporary.unlink()
-    fsync_folder(path.parent)
 
 
 def _digest(token: str) -> bytes:

@@ -19,8 +19,9 @@ from forest_schema.version import REQUIRED_FEATURES, check_version
 from vllm_forest_renderer.errors import StoreUnavailable
 from vllm_forest_renderer.store.files import fsync_folder
 
+_OPENING_SECONDS = 30.0
+"""Longest wait for a process that creates or recovers the file."""
 _APPLICATION_ID = 0x464F5253  # "FORS"
-_BUSY_SECONDS = 10.0
 
 _NETWORK_FILE_SYSTEMS = frozenset({
     "9p", "afs", "beegfs", "ceph", "cifs", "coda", "gfs2", "glusterfs", "gpfs", "lustre",
@@ -93,13 +94,14 @@ CREATE TABLE garbage (
 def open_database(path: Path, *, store_id: str) -> sqlite3.Connection:
     """A read-write connection in autocommit mode; the file is created where it is missing.
 
+    It does not wait for other writers: `LedgerWriter` does.
     Raises `StoreUnavailable` for a network file system or a disk that refuses, `SchemaError` for
     a file of another version, kind or store.
     """
     check_local(path.parent)
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-        connection = _connect(path)
+        connection = _connect(path, timeout_s=_OPENING_SECONDS)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("BEGIN IMMEDIATE")
@@ -107,6 +109,7 @@ def open_database(path: Path, *, store_id: str) -> sqlite3.Connection:
             _create(connection, store_id)
         _check(connection, path, store_id)
         connection.execute("COMMIT")
+        connection.execute("PRAGMA busy_timeout = 0")
         fsync_folder(path.parent)
     except (sqlite3.DatabaseError, OSError) as error:
         raise StoreUnavailable(f"ledger {path}: {error}") from error
@@ -117,7 +120,7 @@ class LedgerReader:
     """A read-only connection to a file that `open_database` accepted, one user at a time."""
 
     def __init__(self, path: Path) -> None:
-        self._connection = _connect(path)
+        self._connection = _connect(path, timeout_s=_OPENING_SECONDS)
         self._connection.execute("PRAGMA query_only = ON")
         self._lock = threading.Lock()
 
@@ -166,10 +169,8 @@ def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     return kind
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(
-        path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
-    )
+def _connect(path: Path, *, timeout_s: float) -> sqlite3.Connection:
+    return sqlite3.connect(path, timeout=timeout_s, isolation_level=None, check_same_thread=False)
 
 
 def _create(connection: sqlite3.Connection, store_id: str) -> None:

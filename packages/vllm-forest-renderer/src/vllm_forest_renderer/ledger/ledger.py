@@ -162,11 +162,13 @@ class Ledger:
     ) -> None:
         """Record why an admitted call failed; the first failure of a call counts.
 
-        Raises `AttemptError`, `CoordinateError`, `StoreUnavailable`.
+        Raises `AttemptError`, `CoordinateError`, `StoreUnavailable`; after the latter the failure
+        is recorded as soon as the ledger can be written again.
         """
         check_attempt_id(attempt_id)
-        if await self._write(
-            lambda db: calls.record_failure(db, attempt_id, call_id, reason, detail)
+        # Shielded: this is what a cancelled request does on its way out.
+        if await asyncio.shield(
+            asyncio.wrap_future(self._fail(attempt_id, call_id, reason, detail))
         ):
             metrics.FAILURES.labels(reason).inc()
 
@@ -300,17 +302,19 @@ class Ledger:
         """Fail a call that was admitted after its request had gone away."""
         if admitted.cancelled() or admitted.exception() is not None:
             return
-        call_id = admitted.result().call_id
         with contextlib.suppress(StoreUnavailable):
-            self._writer.submit(
-                lambda db: calls.record_failure(
-                    db,
-                    attempt_id,
-                    call_id,
-                    Reason.CLIENT_DISCONNECTED,
-                    "the request went away while it was admitted",
-                )
+            self._fail(
+                attempt_id,
+                admitted.result().call_id,
+                Reason.CLIENT_DISCONNECTED,
+                "the request went away while it was admitted",
             )
+            metrics.FAILURES.labels(Reason.CLIENT_DISCONNECTED).inc()
+
+    def _fail(self, attempt_id: str, call_id: str, reason: Reason, detail: str) -> "Future[bool]":
+        return self._writer.submit(
+            lambda db: calls.record_failure(db, attempt_id, call_id, reason, detail), owed=True
+        )
 
     def _forget_closing(self, attempt_id: str, task: asyncio.Task[Receipt]) -> None:
         del self._closing[attempt_id], self._deadlines[attempt_id]

@@ -26,11 +26,33 @@ def refusing(what: str) -> Iterator[None]:
     """Turn the disk's refusal (full, read-only, failing, absent) into `StoreUnavailable`."""
     try:
         yield
+    except FileNotFoundError as error:
+        raise StoreUnavailable(f"{what}: it was never prepared, or was dropped") from error
     except OSError as error:
         raise StoreUnavailable(
             f"{what}: {error.strerror or type(error).__name__}; check that the store directory is "
             "writable and has space, then try again"
         ) from error
+
+
+def create_once(path: Path, data: bytes, owner: ProcessIdentity, *, mode: int = 0o666) -> None:
+    """Create the file `path` durably with `data`. Does nothing where it exists.
+
+    Of several processes that create it together one wins, and no one sees a part of it. Raises
+    `OSError`.
+    """
+    temporary = path.with_name(f".{new_shard_name(owner)}{_TEMPORARY_SUFFIX}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, path)
+    finally:
+        temporary.unlink()
+    fsync_folder(path.parent)
 
 
 def fsync_folder(folder: Path) -> None:
@@ -102,7 +124,7 @@ def remove_folder(folder: Path) -> int:
 def remove_leftovers(root: Path) -> int:
     """Remove what dead processes left half-written; returns how many files and folders."""
     removed = 0
-    for folder in [entry for entry in root.iterdir() if entry.is_dir()]:
+    for folder in [root, *(entry for entry in root.iterdir() if entry.is_dir())]:
         if folder.name.startswith(_TRASH_PREFIX):
             shutil.rmtree(folder, ignore_errors=True)
             removed += 1

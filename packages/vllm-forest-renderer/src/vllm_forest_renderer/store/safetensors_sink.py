@@ -28,7 +28,7 @@ from vllm_forest_renderer.group_commit import GroupCommitter, Outcome, Raised
 from vllm_forest_renderer.names import check_key, check_partition, check_shard
 from vllm_forest_renderer.process import ProcessIdentity
 from vllm_forest_renderer.store.files import (
-    fsync_folder,
+    create_once,
     make_folder,
     new_shard_name,
     refusing,
@@ -75,7 +75,7 @@ class SafetensorsSink:
         self._owner = ProcessIdentity.current()
         with refusing("store directory"):
             make_folder(self._root)
-            self._store_id = _open_header(self._root)
+            self._store_id = _open_header(self._root, self._owner)
             remove_leftovers(self._root)
         self._index = ShardIndex(self._root)
         self._recent: dict[TensorRef, Acknowledgement] = {}
@@ -183,7 +183,7 @@ class SafetensorsSink:
                 positions[position] = put.key
         outcomes: dict[int, Outcome]
         try:
-            with refusing("delta store"):
+            with refusing(f"partition {partition}"):
                 stored = self._write(partition, deltas, kind="put")
         except StoreUnavailable as error:
             outcomes = dict.fromkeys(positions, Raised(error))
@@ -256,7 +256,7 @@ def _check_delta(key: str, delta: Delta) -> None:
         )
 
 
-def _open_header(root: Path) -> str:
+def _open_header(root: Path, owner: ProcessIdentity) -> str:
     """The store's id; `store.json` is created where it is missing."""
     path = root / "store.json"
     if not path.exists():
@@ -265,19 +265,7 @@ def _open_header(root: Path) -> str:
             "required_features": REQUIRED_FEATURES,
             "store": f"store_{secrets.token_hex(8)}",
         }
-        temporary = root / f".store-{secrets.token_hex(8)}.json"
-        with temporary.open("x") as file:
-            json.dump(header, file)
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            # A link never replaces: of several processes that create the store, one wins.
-            os.link(temporary, path)
-        except FileExistsError:
-            pass
-        finally:
-            temporary.unlink()
-        fsync_folder(root)
+        create_once(path, json.dumps(header).encode(), owner)
     data = path.read_bytes()
     check_message_version(data, what=f"store {root}")
     try:
