@@ -17,6 +17,7 @@ import tenacity
 from forest_schema import Reason, Receipt, decode_receipt
 from forest_schema.control import (
     CONTROL_PREFIX,
+    CONTROL_TOKEN_HEADER,
     AttemptOpened,
     CleanupReport,
     CloseAttempt,
@@ -55,7 +56,8 @@ class TransportFailure(RuntimeError):
 class ControlClient:
     """Async client of one server. Use as an async context manager.
 
-    `url` is the server's root, e.g. `http://127.0.0.1:8000`; `attempts` bounds the tries of a
+    `url` is the server's root, e.g. `http://127.0.0.1:8000`; `api_key` is vLLM's `--api-key`,
+    where the server has one; `attempts` bounds the tries of a
     repeatable request and `backoff_s` is the first pause between them (it doubles).
     """
 
@@ -64,6 +66,7 @@ class ControlClient:
         url: str,
         token: str,
         *,
+        api_key: str | None = None,
         timeout_s: float = 60.0,
         weights_timeout_s: float = 600.0,
         attempts: int = 4,
@@ -76,7 +79,8 @@ class ControlClient:
         self._backoff_s = backoff_s
         self._http = httpx.AsyncClient(
             base_url=self.url + CONTROL_PREFIX,
-            headers={"Authorization": f"Bearer {token}"},
+            # vLLM's own --api-key guards everything below /v1, these routes included.
+            headers={"Authorization": f"Bearer {api_key or token}", CONTROL_TOKEN_HEADER: token},
             timeout=httpx.Timeout(timeout_s, connect=10.0),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
         )

@@ -1,0 +1,193 @@
+"""Filling a step with prompt groups, within the drop budgets.
+
+Guarantees: groups come back in prompt order whatever order they finished in; a failed group is
+never sent again; a group below `min_valid_fraction_per_group` is replaced by a fresh prompt within
+the replacement budget; the run stops as soon as the step cannot reach its floor, with the
+remaining rollouts cancelled.
+"""
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from forest_schema import Reason
+
+from megatron_forest_trainer.controller.rollouts import (
+    DroppedGroup,
+    Group,
+    GroupRequest,
+    RolloutObserver,
+)
+from megatron_forest_trainer.controller.tasks import TaskStream
+from megatron_forest_trainer.core.filters import group_problem, step_floor
+
+
+class DropBudgetExceeded(RuntimeError):
+    """More prompt groups were lost than the configuration permits."""
+
+    reason = Reason.DROP_BUDGET_EXCEEDED
+
+
+class Runner(Protocol):
+    """What runs one prompt group."""
+
+    async def run(self, request: GroupRequest) -> Group | DroppedGroup:
+        """The complete group, or why it was dropped."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DropPolicy:
+    """Which losses a step survives."""
+
+    groups: int
+    """`grpo.num_prompts_per_step`."""
+    max_dropped_groups: int
+    """Groups that the whole run may lose."""
+    max_replacements: int
+    """Fresh prompts per step in place of groups below the minimum valid fraction."""
+    min_step_batch_fraction: float | None
+    """Smallest part of `groups` to train on; None accepts any step with one group."""
+    min_valid_fraction_per_group: float | None
+    """Smallest part of a group's rollouts to be verified; None accepts any."""
+
+    @property
+    def floor(self) -> int:
+        """Smallest number of groups to train on."""
+        return step_floor(self.groups, self.min_step_batch_fraction)
+
+
+@dataclass
+class DropBudget:
+    """Losses of the run so far; saved with checkpoints."""
+
+    dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepGroups:
+    """The prompt groups of one step."""
+
+    groups: tuple[Group, ...]
+    dropped: tuple[DroppedGroup, ...]
+    """Groups that left the step, replaced or not."""
+    replacements: int
+
+    @property
+    def lost(self) -> int:
+        """Groups that the step is short of."""
+        return len(self.dropped) - self.replacements
+
+    @property
+    def attempts(self) -> tuple[str, ...]:
+        """Every attempt of the step, for cleanup."""
+        outcomes: tuple[Group | DroppedGroup, ...] = (*self.groups, *self.dropped)
+        return tuple(attempt for outcome in outcomes for attempt in outcome.attempts)
+
+    def dropped_by_reason(self) -> dict[str, int]:
+        """Reason -> groups."""
+        return dict(Counter(group.reason.value for group in self.dropped))
+
+
+@dataclass
+class StepCollector:
+    """Collects the groups of steps; several steps may be collected at the same time."""
+
+    runner: Runner
+    tasks: TaskStream
+    policy: DropPolicy
+    observer: RolloutObserver
+    partition: Callable[[int], str]
+    """Partition of a step's attempts."""
+    budget: DropBudget = field(default_factory=DropBudget)
+    next_position: int = 0
+    """First task of the stream that no group has taken."""
+
+    async def collect(self, step: int) -> StepGroups:
+        """The step's groups. Raises `DropBudgetExceeded`, integrity errors and cancellation."""
+        self.observer.step_started(step)
+        numbers = itertools.count()
+        running = {self._start(step, numbers): None for _ in range(self.policy.groups)}
+        complete: list[Group] = []
+        dropped: list[DroppedGroup] = []
+        replacements = 0
+        try:
+            while running:
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    del running[task]
+                    outcome = self._judge(task.result())
+                    if isinstance(outcome, Group):
+                        complete.append(outcome)
+                        continue
+                    dropped.append(outcome)
+                    if self._replaceable(outcome) and replacements < self.policy.max_replacements:
+                        replacements += 1
+                        running[self._start(step, numbers)] = None
+                    else:
+                        self._lose(step, outcome, still_possible=len(complete) + len(running))
+        finally:
+            await _cancel(running)
+            self.observer.step_finished(step)
+        complete.sort(key=lambda group: group.request.group_id)
+        dropped.sort(key=lambda group: group.request.group_id)
+        return StepGroups(tuple(complete), tuple(dropped), replacements)
+
+    def _start(self, step: int, numbers: Iterator[int]) -> "asyncio.Task[Group | DroppedGroup]":
+        request = GroupRequest(
+            step=step,
+            group_id=f"step{step:06d}-g{next(numbers):04d}",
+            partition=self.partition(step),
+            task=self.tasks.at(self.next_position),
+        )
+        self.next_position += 1
+        return asyncio.create_task(self.runner.run(request), name=request.group_id)
+
+    def _judge(self, outcome: Group | DroppedGroup) -> Group | DroppedGroup:
+        if isinstance(outcome, DroppedGroup):
+            return outcome
+        finalized = [rollout.finalized for rollout in outcome.rollouts]
+        reason = group_problem(finalized, self.policy.min_valid_fraction_per_group)
+        if reason is None:
+            return outcome
+        masks = Counter(str(rollout.reason) for rollout in finalized if not rollout.verified)
+        told = (
+            f"{sum(rollout.verified for rollout in finalized)} of {len(finalized)} rollouts "
+            f"verified; masked: {dict(masks)}"
+        )
+        lost = DroppedGroup(outcome.request, reason, told, outcome.attempts)
+        self.observer.group_dropped(lost)
+        return lost
+
+    def _replaceable(self, group: DroppedGroup) -> bool:
+        # A group that failed on the way is not sent again: only one that came back with too few
+        # verified rollouts is made up for, by another prompt.
+        return group.reason is Reason.BELOW_MIN_VALID_FRACTION or (
+            group.reason is Reason.NO_VALID_LAYOUT
+            and self.policy.min_valid_fraction_per_group is not None
+        )
+
+    def _lose(self, step: int, group: DroppedGroup, *, still_possible: int) -> None:
+        self.budget.dropped += 1
+        last = f"the last one was {group.request.group_id}: {group.reason}: {group.detail}"
+        limit = self.policy.max_dropped_groups
+        if self.budget.dropped > limit:
+            raise DropBudgetExceeded(
+                f"step {step}: {self.budget.dropped} prompt groups of this run were dropped, "
+                f"async_rl.rollout_failure.max_dropped_groups permits {limit}; {last}"
+            )
+        if still_possible < self.policy.floor:
+            raise DropBudgetExceeded(
+                f"step {step}: {still_possible} of {self.policy.groups} prompt groups are left, "
+                f"async_rl.rollout_failure.min_step_batch_fraction = "
+                f"{self.policy.min_step_batch_fraction} asks for {self.policy.floor}; {last}"
+            )
+
+
+async def _cancel(running: "dict[asyncio.Task[Group | DroppedGroup], None]") -> None:
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)

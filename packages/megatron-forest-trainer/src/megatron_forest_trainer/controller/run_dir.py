@@ -1,0 +1,112 @@
+"""The folder of a run.
+
+Guarantees: everything that a run writes lies under `logger.log_dir`; a run keeps its id across
+restarts; files appear whole (written aside and renamed) or not at all.
+
+| path | content |
+| --- | --- |
+| `run.json` | the run's id |
+| `config.yaml` | the whole configuration, defaults included |
+| `steps.jsonl` | one record per optimizer step |
+| `rollouts/step000001/` | receipts, results, selections and decisions of the step |
+| `weights/step-1/` | Hugging Face checkpoint that step 1 produced; the newest two are kept |
+| `checkpoints/step-10/` | training checkpoints |
+"""
+
+import os
+import re
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+_VERSION = re.compile(r"step-(\d+)")
+
+KEPT_WEIGHTS = 2
+"""Directories of served weights that stay: the server's and the one before."""
+
+
+class _RunFile(msgspec.Struct, frozen=True, kw_only=True):
+    run_id: str
+
+
+def weight_version(step: int) -> str:
+    """Name of the weights after `step` optimizer steps; `step-0` are the initial ones."""
+    return f"step-{step}"
+
+
+def version_step(version: str) -> int | None:
+    """Optimizer steps behind a weight version; None for a name that is not ours."""
+    match = _VERSION.fullmatch(version)
+    return int(match[1]) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """Paths of one run."""
+
+    root: Path
+    run_id: str
+
+    @classmethod
+    def open(cls, root: Path) -> "RunDirectory":
+        """The run in `root`, made if there is none."""
+        root.mkdir(parents=True, exist_ok=True)
+        file = root / "run.json"
+        if file.is_file():
+            run = msgspec.json.decode(file.read_bytes(), type=_RunFile)
+        else:
+            run = _RunFile(run_id=secrets.token_hex(4))
+            write_whole(file, msgspec.json.encode(run))
+        return cls(root.resolve(), run.run_id)
+
+    def partition(self, step: int) -> str:
+        """Partition of the attempts of `step`, unique to the run."""
+        return f"run-{self.run_id}-step{step:06d}"
+
+    def rollouts(self, step: int) -> Path:
+        """Folder of the step's rollouts."""
+        return self.root / "rollouts" / f"step{step:06d}"
+
+    def weights(self, step: int) -> Path:
+        """Folder of the Hugging Face checkpoint after `step` optimizer steps."""
+        return self.root / "weights" / weight_version(step)
+
+    def prune_weights(self) -> list[Path]:
+        """Delete all but the newest weight folders; returns what was deleted."""
+        return prune_steps(self.root / "weights", keep=KEPT_WEIGHTS)
+
+
+def prune_steps(folder: Path, *, keep: int) -> list[Path]:
+    """Delete all but the `keep` newest `step-<n>` folders; returns what was deleted."""
+    found = steps_in(folder)
+    removed = [folder / weight_version(step) for step in found[: max(0, len(found) - keep)]]
+    for path in removed:
+        shutil.rmtree(path)
+    return removed
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps of the `step-<n>` folders, oldest first."""
+    if not folder.is_dir():
+        return []
+    steps = (version_step(path.name) for path in folder.iterdir() if path.is_dir())
+    return sorted(step for step in steps if step is not None)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that appears complete and synced, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,143 @@
+"""From a step's prompt groups to its plans and its record.
+
+Guarantees: pure; the layout that the log-probability pass runs and the one that trains are the
+same, whatever was filtered in between; metric names are those of the metrics reference.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+
+from megatron_forest_trainer.config.schema import Config
+from megatron_forest_trainer.controller.collect import StepGroups
+from megatron_forest_trainer.controller.rollouts import Group
+from megatron_forest_trainer.core.batch import (
+    AdvantageRules,
+    Batch,
+    Outcome,
+    PromptGroup,
+    batch_metrics,
+    plan_batch,
+)
+from megatron_forest_trainer.core.metrics import TokenErrors, error_metrics, rollout_metrics
+from megatron_forest_trainer.core.plan import BatchShape, FixedShape, PackedShape
+from megatron_forest_trainer.learner import StepStats
+from megatron_forest_trainer.logging_.records import Value
+
+ENVIRONMENT_MASK = "environment_mask"
+"""Key of a harness result: true keeps the rollout out of the loss; its reward still votes."""
+
+
+def batch_shape(config: Config, *, data_parallel: int, slot_multiple: int) -> BatchShape:
+    """How the configuration forms microbatches over `data_parallel` ranks.
+
+    `slot_multiple` is the number of tokens that a row's slot is a multiple of.
+    """
+    policy = config.policy
+    if policy.sequence_packing.enabled:
+        return PackedShape(
+            data_parallel=data_parallel,
+            train_tokens=config.train_mb_tokens,
+            logprob_tokens=config.logprob_mb_tokens,
+            align=slot_multiple,
+        )
+    return FixedShape(
+        data_parallel=data_parallel,
+        train_micro_batch=policy.train_micro_batch_size,
+        logprob_micro_batch=policy.logprob_batch_size,
+    )
+
+
+def advantage_rules(config: Config) -> AdvantageRules:
+    """Section `grpo` as rules of the core."""
+    grpo = config.grpo
+    return AdvantageRules(
+        generations_per_prompt=grpo.num_generations_per_prompt,
+        leave_one_out=grpo.use_leave_one_out_baseline,
+        normalize=grpo.normalize_rewards,
+        clip_low=grpo.advantage_clip_low,
+        clip_high=grpo.advantage_clip_high,
+        overlong_filtering=grpo.overlong_filtering,
+        logprob_error_threshold=grpo.seq_logprob_error_threshold,
+        masked_reward_policy=grpo.masked_reward_policy,
+    )
+
+
+def prompt_groups(groups: Sequence[Group]) -> tuple[PromptGroup, ...]:
+    """The groups as the core sees them."""
+    return tuple(
+        PromptGroup(
+            group_id=group.request.group_id,
+            outcomes=tuple(
+                Outcome(
+                    rollout=rollout.finalized,
+                    reward=rollout.reward,
+                    environment_mask=rollout.result.get(ENVIRONMENT_MASK) is True,
+                )
+                for rollout in group.rollouts
+            ),
+        )
+        for group in groups
+    )
+
+
+def plan(
+    step: int,
+    groups: Sequence[PromptGroup],
+    config: Config,
+    shape: BatchShape,
+    row_errors: Mapping[str, TokenErrors] | None = None,
+) -> Batch:
+    """The step's plan: without `row_errors` for the log-probability pass, with them to train.
+
+    Raises `NoRetainedTokens` where nothing trains.
+    """
+    return plan_batch(step, groups, advantage_rules(config), shape, row_errors=row_errors)
+
+
+def step_record(
+    step: int,
+    *,
+    weight_version: str,
+    collected: StepGroups,
+    groups: Sequence[PromptGroup],
+    batch: Batch,
+    row_errors: Mapping[str, TokenErrors],
+    stats: StepStats,
+    rollout_s: float,
+    train_s: float,
+    step_s: float,
+) -> dict[str, Value]:
+    """The step's record. Times are seconds of wall clock; `step_s` is the whole step."""
+    outcomes = [outcome for group in groups for outcome in group.outcomes]
+    finalized = [outcome.rollout for outcome in outcomes]
+    rewards = [outcome.reward for outcome in outcomes]
+    metrics = {
+        **rollout_metrics(finalized, rewards),
+        **batch_metrics(groups, batch),
+        **error_metrics(list(row_errors.values())),
+    }
+    generated = sum(rollout.generated_tokens for rollout in finalized)
+    return {
+        "step": step,
+        "time": time.time(),
+        "weight_version": weight_version,
+        **metrics,
+        "dropped_prompt_groups": collected.lost,
+        "replaced_prompt_groups": collected.replacements,
+        **{
+            f"dropped_prompt_groups/{reason}": count
+            for reason, count in collected.dropped_by_reason().items()
+        },
+        "loss": stats.loss,
+        "kl": stats.kl,
+        "entropy": stats.entropy,
+        "grad_norm": stats.grad_norm,
+        "lr": stats.lr,
+        "probability_ratio": stats.probability_ratio,
+        "clipped_fraction": stats.clipped_fraction,
+        "importance_weight": stats.importance_weight,
+        "tokens_per_second": generated / step_s if step_s > 0 else 0.0,
+        "rollout_seconds": rollout_s,
+        "train_seconds": train_s,
+        "step_seconds": step_s,
+    }
