@@ -1,0 +1,1 @@
+"""What a generation leaves behind: tokens, log-probabilities, weight versions, one record."""

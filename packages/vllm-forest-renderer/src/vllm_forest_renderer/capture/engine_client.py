@@ -1,0 +1,68 @@
+"""Proxy around vLLM's engine client that sees what the engine is given and gives back.
+
+Guarantees: outside a captured request everything is passed through untouched. Inside, the call is
+admitted durably before the engine sees it; the engine is asked for the log-probability of every
+sampled token; the outputs reach the caller unchanged. One request makes one generation.
+"""
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from forest_schema.reasons import Reason
+
+from vllm_forest_renderer.capture.generation import Generation
+from vllm_forest_renderer.context import CURRENT, Call
+from vllm_forest_renderer.errors import ForestError
+
+
+class CaptureClient:
+    """Stands in front of an `EngineClient` on copies of vLLM's serving objects."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **keywords: Any
+    ) -> AsyncGenerator[Any, None]:
+        """See `EngineClient.generate`."""
+        call = CURRENT.get()
+        if call is None:
+            outputs: AsyncGenerator[Any, None] = self._inner.generate(
+                prompt, sampling_params, request_id, **keywords
+            )
+            return outputs
+        return self._captured(call, prompt, sampling_params, request_id, keywords)
+
+    async def _captured(
+        self,
+        call: Call,
+        prompt: Any,
+        sampling_params: Any,
+        request_id: str,
+        keywords: dict[str, Any],
+    ) -> AsyncGenerator[Any, None]:
+        if call.generation is not None:
+            raise ForestError(
+                Reason.UNSUPPORTED_REQUEST, "a captured request is one generation", param="n"
+            )
+        if prompt.get("prompt_token_ids") is not call.prompt_tokens:
+            raise ForestError(
+                Reason.UNSUPPORTED_REQUEST, "the prompt did not come from the captured renderer"
+            )
+        if sampling_params.logprobs is None:
+            sampling_params.logprobs = 0
+            if hasattr(sampling_params, "flat_logprobs"):
+                sampling_params.flat_logprobs = True
+        await call.admit(call, sampling_params)
+        generation = call.generation = Generation()
+        outputs = self._inner.generate(prompt, sampling_params, request_id, **keywords)
+        try:
+            async for output in outputs:
+                generation.add(output)
+                yield output
+        finally:
+            # Also aborts the engine's request where the capture or the caller gave up.
+            await outputs.aclose()

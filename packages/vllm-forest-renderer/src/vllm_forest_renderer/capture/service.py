@@ -1,0 +1,184 @@
+"""One captured call from its admission to its commit.
+
+Guarantees: the intent is durable before inference, the delta durable before the commit, the commit
+durable before `complete` returns; whatever leaves the path after the intent records exactly one
+failure. A caller that goes away does not stop a finished generation from being committed.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from forest_schema.items import SourceHistory
+from forest_schema.reasons import EFFECTS, Effect, Reason
+from forest_schema.records import CallRecord
+
+from vllm_forest_renderer.capture.prefixes import PrefixCache
+from vllm_forest_renderer.capture.record import Answer, build_delta, build_record, replay_summary
+from vllm_forest_renderer.capture.sampling import sampling_record, unreproducible_parameters
+from vllm_forest_renderer.context import Call
+from vllm_forest_renderer.errors import ForestError, StoreUnavailable
+from vllm_forest_renderer.ledger import Ledger
+from vllm_forest_renderer.resolution import PrefixResolver
+from vllm_forest_renderer.store.protocol import DeltaSink
+from vllm_forest_renderer.weights import EngineControl
+
+logger = logging.getLogger("vllm.forest")
+
+
+class CaptureService:
+    """Captures calls of one server."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        sink: DeltaSink,
+        resolver: PrefixResolver,
+        control: EngineControl,
+        logprobs_mode: str,
+        custom_processors: Sequence[str],
+        allow_unreproducible: bool,
+        hot_prefix_tokens: int,
+    ) -> None:
+        """`custom_processors` are the logits processors that change the distribution."""
+        self._ledger = ledger
+        self._sink = sink
+        self._resolver = resolver
+        self._control = control
+        self._logprobs_mode = logprobs_mode
+        self._custom_processors = tuple(custom_processors)
+        self._allow_unreproducible = allow_unreproducible
+        self._prefixes = PrefixCache(sink, capacity_tokens=hot_prefix_tokens)
+        self._background: set[asyncio.Task[Any]] = set()
+
+    def begin(self, attempt_id: str, *, api: str, model: str, history: SourceHistory) -> Call:
+        """A request of an open attempt. Raises `ForestError` for another attempt."""
+        return Call(
+            attempt_id=attempt_id,
+            api=api,
+            model=model,
+            history=history,
+            calls=self._ledger.calls(attempt_id),
+            resolver=self._resolver,
+            history_tokens=self._prefixes.history,
+            admit=self._admit,
+        )
+
+    async def _admit(self, call: Call, params: Any) -> None:
+        changed = unreproducible_parameters(params, self._custom_processors)
+        if changed and not self._allow_unreproducible:
+            raise ForestError(
+                Reason.UNREPRODUCIBLE_SAMPLING,
+                f"the trainer cannot rebuild a distribution changed by {', '.join(changed)}; leave "
+                "it out (server defaults come from the model's generation_config.json: start with "
+                "--generation-config vllm), or set allow_unreproducible_sampling to capture the "
+                "call marked and untrained",
+                param=changed[0],
+            )
+        call.sampling = sampling_record(
+            params, logprobs_mode=self._logprobs_mode, reproducible=not changed
+        )
+        intent = await self._ledger.record_intent(call.attempt_id, api=call.api, model=call.model)
+        call.call_id, call.order = intent.call_id, intent.order
+        call.started_at, call.partition = intent.started_at, intent.partition
+
+    async def complete(
+        self, call: Call, source: Sequence[Mapping[str, Any]], answer: Answer
+    ) -> CallRecord:
+        """Stage the delta and commit the record; both are durable on return.
+
+        `source` is what the request's history was normalised from. Raises `ForestError` after
+        recording the failure.
+        """
+        task = asyncio.create_task(self._complete(call, source, answer))
+        self._keep(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            # The commit goes on; what is recorded is that nobody waited for it.
+            self._keep(asyncio.create_task(self._note_absence(call, task)))
+            raise
+
+    async def _complete(
+        self, call: Call, source: Sequence[Mapping[str, Any]], answer: Answer
+    ) -> CallRecord:
+        assert call.call_id is not None
+        assert call.generation is not None
+        assert call.sampling is not None
+        try:
+            call.generation.check(call.prompt_tokens or ())
+            spans = call.generation.weight_spans(self._control.counted_version)
+            replay = replay_summary(call, source, answer)
+            delta = build_delta(call)
+            ref = await self._sink.put(call.partition, call.call_id, delta)
+            record = build_record(
+                call,
+                delta=delta,
+                ref=ref,
+                replay=replay,
+                answer=answer,
+                sampling=call.sampling,
+                weight_spans=spans,
+                committed_at=time.time(),
+            )
+            await self._ledger.commit(record)
+        except Exception as error:
+            await self.fail(call, error)
+            raise
+        self._prefixes.put(call.call_id, [*(call.prompt_tokens or ()), *call.generation.tokens])
+        return record
+
+    async def _note_absence(self, call: Call, completing: "asyncio.Task[CallRecord]") -> None:
+        await asyncio.wait([completing])
+        if not completing.cancelled() and completing.exception() is None:
+            await self._record(
+                call,
+                Reason.REQUEST_FINISHED_WITHOUT_STAGED_COORDINATES,
+                "the client went away while its finished answer was committed",
+            )
+
+    async def fail(self, call: Call, error: BaseException) -> None:
+        """Record why an admitted call leaves no capture. Does nothing without an intent."""
+        await self._record(call, failure_reason(error), f"{type(error).__name__}: {error}")
+
+    def fail_in_background(self, call: Call, error: BaseException) -> None:
+        """`fail` for a task that is being cancelled."""
+        if call.call_id is not None:
+            self._keep(asyncio.create_task(self.fail(call, error)))
+
+    async def _record(self, call: Call, reason: Reason, detail: str) -> None:
+        if call.call_id is None:
+            return
+        try:
+            await self._ledger.record_failure(call.attempt_id, call.call_id, reason, detail)
+        except ForestError as error:
+            # The call stays pending, which masks the rollout as a failure would.
+            logger.error("failure %s of call %s is not recorded: %s", reason, call.call_id, error)
+
+    def _keep(self, task: "asyncio.Task[Any]") -> None:
+        self._background.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: "asyncio.Task[Any]") -> None:
+        self._background.discard(task)
+        if not task.cancelled():
+            task.exception()
+
+    async def shutdown(self) -> None:
+        """Wait for commits that outlived their requests."""
+        if self._background:
+            await asyncio.wait(set(self._background))
+
+
+def failure_reason(error: BaseException) -> Reason:
+    """The capture failure that an error stands for."""
+    if isinstance(error, asyncio.CancelledError):
+        return Reason.CLIENT_DISCONNECTED
+    if isinstance(error, StoreUnavailable):
+        return Reason.STAGING_FAILED
+    if isinstance(error, ForestError) and EFFECTS[error.reason] is Effect.CAPTURE_FAILURE:
+        return error.reason
+    return Reason.ENGINE_ERROR

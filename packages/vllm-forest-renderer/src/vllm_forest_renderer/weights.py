@@ -1,0 +1,150 @@
+"""Pause, resume and weight updates of the running engine, and what the server says about itself.
+
+Guarantees: updates are in-process engine calls, one at a time; generations in flight are frozen,
+not lost, their tokens are labelled with the weights that made them, and no key or value computed
+with old weights survives in the prefix cache. An update that fails half-way leaves the engine
+paused and says so, it never serves a mixture.
+"""
+
+import asyncio
+import inspect
+from pathlib import Path
+from typing import Any
+
+from forest_schema.control import EngineState, Handshake, WeightUpdate
+from forest_schema.model_files import model_digests
+from forest_schema.reasons import Reason
+
+from vllm_forest_renderer import __version__, compat
+from vllm_forest_renderer.errors import ForestError
+
+FEATURES = ("chat", "weights")
+"""Abilities that the handshake reports."""
+
+
+class EngineControl:
+    """Control over one vLLM engine client."""
+
+    def __init__(
+        self, engine: Any, *, store_id: str, model: str, chat_template: str | None
+    ) -> None:
+        """`model` is the served name; `chat_template` the text of `--chat-template`, if given."""
+        self._engine = engine
+        self._store_id = store_id
+        self._model = model
+        self._chat_template = chat_template
+        self._lock = asyncio.Lock()
+        self._paused = False
+        self._broken: str | None = None
+        self._counted_version = "default"
+        self._reports_versions = hasattr(engine, "update_weight_version")
+
+    async def weight_version(self) -> str:
+        """Name of the weights that the next token is made with."""
+        if self._reports_versions:
+            version: str = await self._engine.get_weight_version()
+            return version
+        return self._counted_version
+
+    @property
+    def counted_version(self) -> str:
+        """The version as this server counts it, for engines that report none per token."""
+        return self._counted_version
+
+    async def handshake(self) -> Handshake:
+        """What the trainer checks before its first rollout."""
+        model_config = self._engine.vllm_config.model_config
+        digests = await asyncio.to_thread(
+            model_digests, Path(model_config.model), chat_template=self._chat_template
+        )
+        return Handshake(
+            renderer_version=__version__,
+            vllm_version=compat.installed_version()[1],
+            store=self._store_id,
+            model=self._model,
+            model_digest=digests.model,
+            tokenizer_digest=digests.tokenizer,
+            template_digest=digests.template,
+            processor_digest=digests.processor,
+            vocab_size=model_config.get_vocab_size(),
+            max_model_len=model_config.max_model_len,
+            logprobs_mode=model_config.logprobs_mode,
+            weight_version=await self.weight_version(),
+            features=FEATURES,
+        )
+
+    async def pause(self) -> EngineState:
+        """Freeze generation; requests in flight wait. Does nothing where it is paused."""
+        async with self._lock:
+            await self._pause()
+            return await self._state()
+
+    async def resume(self) -> EngineState:
+        """Go on generating. Raises `ForestError` after a failed weight update."""
+        async with self._lock:
+            if self._broken is not None:
+                raise ForestError(
+                    Reason.ENGINE_ERROR,
+                    f"the engine stays paused: {self._broken}; update the weights again",
+                )
+            await self._resume()
+            return await self._state()
+
+    async def update_weights(self, update: WeightUpdate) -> EngineState:
+        """Load weights between two tokens. The engine is paused afterwards if it was before.
+
+        Raises `ForestError`: `malformed_request` for a directory without weights, with nothing
+        changed; `engine_error` where loading failed, with the engine left paused.
+        """
+        directory = Path(update.path)
+        if not await asyncio.to_thread(lambda: any(directory.glob("*.safetensors"))):
+            raise ForestError(
+                Reason.MALFORMED_REQUEST,
+                "path: no *.safetensors in this directory on the server; give the directory of a "
+                "Hugging Face checkpoint that the engine's workers can read",
+                param="path",
+            )
+        async with self._lock:
+            was_paused = self._paused
+            await self._pause()
+            self._broken = f"the update to {update.version!r} did not finish"
+            try:
+                await self._engine.collective_rpc(
+                    "reload_weights", kwargs={"weights_path": str(directory)}
+                )
+                if self._reports_versions:
+                    await self._engine.update_weight_version(update.version)
+                await self._reset_prefix_cache()
+            except Exception as error:
+                raise ForestError(
+                    Reason.ENGINE_ERROR,
+                    f"loading weights {update.version!r} failed ({error}); the engine stays "
+                    "paused: update the weights again",
+                ) from error
+            self._counted_version = update.version
+            self._broken = None
+            if not was_paused:
+                await self._resume()
+            return await self._state()
+
+    async def _pause(self) -> None:
+        if self._paused:
+            return
+        # Without labels on every token, no generation may span two versions: let them finish.
+        mode = "keep" if self._reports_versions else "wait"
+        await self._engine.pause_generation(mode=mode, clear_cache=False)
+        self._paused = True
+
+    async def _resume(self) -> None:
+        if self._paused:
+            await self._engine.resume_generation()
+            self._paused = False
+
+    async def _reset_prefix_cache(self) -> None:
+        accepted = inspect.signature(self._engine.reset_prefix_cache).parameters
+        keywords = {"reset_running_requests": True} if "reset_running_requests" in accepted else {}
+        if not await self._engine.reset_prefix_cache(**keywords):
+            raise RuntimeError("the prefix cache could not be reset")
+
+    async def _state(self) -> EngineState:
+        return EngineState(paused=self._paused, weight_version=await self.weight_version())

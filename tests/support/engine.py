@@ -1,0 +1,231 @@
+"""A real vLLM server inside the test process: seconds to start, one for the whole session.
+
+The API server's event loop runs in a thread, the engine core in a forked process with random
+weights. vLLM loads the plugins through their entry points, as in production.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import httpx
+
+from tests.support.transformers_cpu import import_transformers
+
+CONTROL_TOKEN = "test-control-token-0123456789"
+PLUGINS = "forest_renderer,forest_endpoints"
+
+T = TypeVar("T")
+
+_ENVIRONMENT = {
+    # Lets the CPU platform keep the executor inside the engine core's process.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_PLUGINS": PLUGINS,
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # The sampler compiles a ranking kernel at first use, which takes longer than all tests.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+def prepare_environment() -> None:
+    """Variables that vLLM reads; must run before vLLM is imported."""
+    os.environ.update(_ENVIRONMENT)
+
+
+def server_arguments(model: Path, port: int, *extra: str) -> list[str]:
+    """Command line of a small CPU server that captures."""
+    return [
+        "--model", str(model),
+        "--served-model-name", "tiny",
+        "--host", "127.0.0.1",
+        "--port", str(port),
+        "--dtype", "float32",
+        "--enforce-eager",
+        "--max-model-len", "4096",
+        "--max-num-seqs", "8",
+        "--block-size", "32",
+        "--kv-cache-memory-bytes", str(64 << 20),
+        "--distributed-executor-backend", "uni",
+        "--enable-prompt-tokens-details",
+        "--logprobs-mode", "processed_logprobs",
+        *extra,
+    ]  # fmt: skip
+
+
+def free_port() -> int:
+    """A port that nothing uses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class EngineServer:
+    """One server. Use as a context manager."""
+
+    def __init__(self, model: Path, *extra: str, forest: dict[str, Any]) -> None:
+        """`forest` are the settings of `--additional-config '{"forest": ...}'`."""
+        prepare_environment()
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._arguments = server_arguments(
+            model,
+            self.port,
+            "--additional-config",
+            json.dumps({"forest": {"control_token": CONTROL_TOKEN, **forest}}),
+            *extra,
+        )
+        self.engine: Any = None
+        self.app: Any = None
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._uvicorn: Any = None
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self.control = httpx.Client(
+            base_url=f"{self.url}/v1/forest/control",
+            headers={"Authorization": f"Bearer {CONTROL_TOKEN}"},
+            timeout=120,
+        )
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._ready.wait()
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.control.close()
+        self._uvicorn.should_exit = True
+        self._thread.join(60)
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout: float = 120) -> T:
+        """Run a coroutine on the server's event loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
+
+    def _serve(self) -> None:
+        try:
+            self._loop.run_until_complete(self._main())
+        except BaseException as error:
+            self._error = error
+            self._ready.set()
+
+    async def _main(self) -> None:
+        import_transformers()
+        import uvicorn
+        import vllm.v1.engine.core
+        import vllm.v1.worker.cpu_worker  # noqa: F401  imported once, before the fork
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.model_executor.models import ModelRegistry
+        from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        # A registered class needs no inspection in a process of its own.
+        ModelRegistry.register_model("Qwen3ForCausalLM", Qwen3ForCausalLM)
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(self._arguments)
+        validate_parsed_serve_args(args)
+        engine_args = AsyncEngineArgs.from_cli_args(args)
+        config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+        # The CPU platform has just forced spawn, which would import everything again.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        self.engine = AsyncLLM.from_vllm_config(
+            vllm_config=config, usage_context=UsageContext.OPENAI_API_SERVER
+        )
+        try:
+            tasks = await self.engine.get_supported_tasks()
+            self.app = build_app(args, tasks, self.engine.model_config)
+            await init_app_state(self.engine, self.app.state, args, tasks)
+            self._uvicorn = uvicorn.Server(
+                uvicorn.Config(self.app, host="127.0.0.1", port=self.port, log_level="error")
+            )
+            self.app.state.server = self._uvicorn
+            with _without_signal_handlers():
+                serving = asyncio.create_task(self._uvicorn.serve())
+                while not self._uvicorn.started and not serving.done():
+                    await asyncio.sleep(0.01)
+                self._ready.set()
+                await serving
+        finally:
+            self.engine.shutdown()
+
+    # What tests do with an attempt.
+
+    def open_attempt(self, partition: str = "run1-step0", rollout: str = "r0") -> str:
+        """A fresh attempt's id."""
+        answer = self.control.post(
+            "/attempts", json={"rollout_id": rollout, "group_id": "g0", "partition": partition}
+        )
+        answer.raise_for_status()
+        attempt: str = answer.json()["attempt_id"]
+        return attempt
+
+    def base_url(self, attempt: str) -> str:
+        """base_url of the attempt's OpenAI client."""
+        return f"{self.url}/v1/forest/{attempt}"
+
+    def receipt(self, attempt: str) -> Any:
+        """The attempt's receipt as it stands."""
+        from forest_schema import decode_receipt
+
+        answer = self.control.get(f"/attempts/{attempt}/receipt")
+        answer.raise_for_status()
+        return decode_receipt(answer.content)
+
+    def close(self, attempt: str, wait_s: float = 30.0) -> Any:
+        """Close admissions; the final receipt."""
+        from forest_schema import decode_receipt
+
+        answer = self.control.post(f"/attempts/{attempt}/close", json={"wait_s": wait_s})
+        answer.raise_for_status()
+        return decode_receipt(answer.content)
+
+
+@contextlib.contextmanager
+def _without_signal_handlers() -> Iterator[None]:
+    """uvicorn installs signal handlers, which only the main thread may."""
+    import uvicorn
+
+    original = uvicorn.Server.capture_signals
+    uvicorn.Server.capture_signals = lambda self: contextlib.nullcontext()  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        uvicorn.Server.capture_signals = original  # type: ignore[method-assign]
+
+
+def worker_prompts(path: Path, since: int = 0) -> list[list[int]]:
+    """Prompt ids that the engine process wrote down (see `tests.support.forced`)."""
+    if not path.exists():
+        return []
+    return [json.loads(line)["prompt"] for line in path.read_text().splitlines()[since:]]
+
+
+def wait_until(condition: Any, timeout: float = 10.0) -> None:
+    """Poll until `condition()` holds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the condition did not become true")
+        time.sleep(0.01)
+
+
+__all__: Sequence[str] = (
+    "CONTROL_TOKEN", "PLUGINS", "EngineServer", "free_port", "prepare_environment",
+    "server_arguments", "wait_until", "worker_prompts",
+)  # fmt: skip
