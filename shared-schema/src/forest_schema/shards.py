@@ -120,7 +120,7 @@ def shard_parts(
     parts: list[bytes | memoryview] = [b"", b""]
     offset = 0
     tensors = [
-        (f"{key}/{name}", np.ascontiguousarray(array, array.dtype.newbyteorder("<")))
+        (f"{key}/{name}", np.asarray(array, array.dtype.newbyteorder("<"), order="C"))
         for key, delta in deltas.items()
         for name, array in delta.items()
     ]

@@ -91,6 +91,8 @@ class ShardIndex:
                 file.write("".join(f"{key}\n" for key in sorted(keys)))
             keys = keys | _read_dropped(note)
             if not keys >= stored:
+                if not shard_file(folder, shard).exists():
+                    note.unlink(missing_ok=True)  # another process removed the shard meanwhile
                 return False
         with self._lock:
             self._readers.pop((partition, shard), None)
