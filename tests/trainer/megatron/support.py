@@ -64,6 +64,7 @@ def make_config(**overrides: Any) -> Config:
     """A small float32 configuration; `overrides` are dotted keys with `__` for the dots."""
     raw: dict[str, Any] = {}
     defaults = {
+        "policy.device": "cpu",
         "policy.precision": "float32",
         "policy.max_grad_norm": None,
         "policy.megatron_cfg.optimizer.lr": 1e-3,
@@ -344,3 +345,34 @@ def assert_gradients_close(
     assert found.keys() == expected.keys()
     worst = max(expected, key=lambda name: np.abs(found[name] - expected[name]).max())
     assert np.abs(found[worst] - expected[worst]).max() <= atol, worst
+
+
+def train_and_save(
+    config: Config, hf_dir: Path, step: Step, directory: Path, before: int, after: int
+) -> list[dict[str, Any]]:
+    """`before` steps, a checkpoint, `after` more steps; the statistics of the last ones."""
+    from megatron_forest_trainer.learner import Learner
+
+    learner = Learner(config, hf_dir)
+    _steps(learner, step, before)
+    learner.save(directory)
+    return _steps(learner, step, after)
+
+
+def resume(
+    config: Config, hf_dir: Path, step: Step, directory: Path, after: int
+) -> list[dict[str, Any]]:
+    """A fresh learner continues from the checkpoint for `after` steps."""
+    from megatron_forest_trainer.learner import Learner
+
+    learner = Learner(config, hf_dir)
+    learner.load(directory)
+    return _steps(learner, step, after)
+
+
+def _steps(learner: Any, step: Step, count: int) -> list[dict[str, Any]]:
+    plan, stats = step.decoded, []
+    for _ in range(count):
+        learner.logprobs(plan, step.reader)
+        stats.append(msgspec.to_builtins(learner.train_step(plan, step.reader)))
+    return stats

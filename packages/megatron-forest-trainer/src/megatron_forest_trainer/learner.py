@@ -25,6 +25,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from megatron_forest_trainer.batches import BatchMaker, RowArrays, RowValues, real_rows
+from megatron_forest_trainer.checkpoint.distributed import load_checkpoint, save_checkpoint
 from megatron_forest_trainer.config.schema import Config
 from megatron_forest_trainer.core.metrics import TokenErrors, token_errors
 from megatron_forest_trainer.core.plan import NoRetainedTokens, Schedule, StepPlan
@@ -96,6 +97,7 @@ class Learner:
             expert=cfg.expert_model_parallel_size,
             sequence_parallel=cfg.sequence_parallel,
         )
+        _check_device(config.policy.device)
         parallel.initialize(self.parallelism, seed=config.grpo.seed)
         self.shape = read_model_shape(hf_dir)
         if module is None:
@@ -115,6 +117,12 @@ class Learner:
         self._batches = BatchMaker.of(config, self.parallelism)
         self._previous: RowArrays = {}
         self._reference: RowArrays = {}
+
+    @property
+    def data_parallel(self) -> int:
+        """Data-parallel ranks: what a step plan deals its rows to."""
+        size: int = parallel_state.get_data_parallel_world_size()
+        return size
 
     def logprobs(self, plan: StepPlan, reader: DeltaReader) -> dict[str, TokenErrors]:
         """Log-probabilities of the plan's rows under the weights as they are.
@@ -167,6 +175,14 @@ class Learner:
         export_weights(
             self.module, self.shape, self.hf_dir, directory, dtype=getattr(torch, self.shape.dtype)
         )
+
+    def save(self, directory: Path) -> None:
+        """Write weights, optimizer and schedule as the new checkpoint `directory`."""
+        save_checkpoint(self.trainable, directory, step=self.step)
+
+    def load(self, directory: Path) -> None:
+        """Continue from the checkpoint `directory`, also one of another parallel layout."""
+        self.step = load_checkpoint(self.trainable, directory)
 
     @property
     def _speaks(self) -> bool:
@@ -266,6 +282,19 @@ class Learner:
             with torch.no_grad():
                 for parameter, value in zip(self.module.parameters(), kept, strict=True):
                     parameter.copy_(value)
+
+
+def _check_device(device: str) -> None:
+    """Raise `ValueError` unless the learner will run on the configured device."""
+    if (device == "cuda") != torch.cuda.is_available():
+        raise ValueError(
+            f"policy.device is {device}, but CUDA is "
+            + (
+                "available; hide it with CUDA_VISIBLE_DEVICES= or set policy.device: cuda"
+                if torch.cuda.is_available()
+                else "not available; use a machine with a GPU or set policy.device: cpu"
+            )
+        )
 
 
 def _all_gather_objects(value: Any, group: Any = None) -> list[Any]:

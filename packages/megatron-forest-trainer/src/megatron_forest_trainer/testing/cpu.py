@@ -1,8 +1,8 @@
 """The patches that let Megatron-Core run on a machine without CUDA.
 
 Guarantees: `enable` does nothing where CUDA exists; it is the only place that patches torch or
-Megatron; it changes where tensors are placed, never what is computed. It acts on the calling
-process, and its tensor-creation rewrite on the calling thread.
+Megatron; it changes where tensors are placed, never what is computed. It patches the process once,
+and rewrites tensor creation in every thread that calls it.
 
 Megatron-Core spells "my device" as `torch.cuda.current_device()` or `device="cuda"`, reads CUDA's
 random state around recomputation, and asserts CUDA tensor types. Each of those is redirected to the
@@ -10,6 +10,7 @@ CPU; gloo does the rest.
 """
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -60,23 +61,26 @@ class _NoStream:
         return None
 
 
-_mode: CudaToCpu | None = None
+_patched = threading.Lock()
+"""Held for good once the process is patched."""
+_thread = threading.local()
 
 
 def enable() -> bool:
-    """Let Megatron-Core run on the CPU in this process and thread.
+    """Let Megatron-Core run on the CPU in the calling thread.
 
-    Returns False, and changes nothing, where CUDA is available. Calling it again is harmless.
+    Call it in the thread that will own the learner. Returns False, and changes nothing, where CUDA
+    is available. Calling it again is harmless.
     """
-    global _mode
     if torch.cuda.is_available():
         return False
-    if _mode is None:
+    if _patched.acquire(blocking=False):
         _patch_torch()
         _patch_megatron()
-        _mode = CudaToCpu()
-        _mode.__enter__()
         logger.info("CUDA is not available: Megatron-Core runs on the CPU through %s", __name__)
+    if not hasattr(_thread, "mode"):
+        _thread.mode = CudaToCpu()
+        _thread.mode.__enter__()
     return True
 
 

@@ -1,0 +1,4 @@
+"""Training checkpoints in Megatron's distributed format.
+
+Guarantees: see `distributed`.
+"""
