@@ -82,7 +82,7 @@ def all_captured(records: Sequence[CallRecord], result: Mapping[str, Any]) -> Se
 
 
 def select_responses(
-    records: Sequence[CallRecord], response_ids: Iterable[str], scored: str
+    records: Sequence[CallRecord], response_ids: Sequence[str], scored: str
 ) -> Selection:
     """The calls that served `response_ids`, in that order, for adapters that know them.
 
