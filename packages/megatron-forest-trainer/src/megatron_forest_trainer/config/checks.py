@@ -4,6 +4,7 @@ Guarantees: pure functions that return (key path, what to change) pairs; every r
 loaded model and no server is here, so that it fails before the first rollout.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -75,8 +76,7 @@ def required_value_problems(raw: Mapping[str, Any]) -> Iterator[Finding]:
     for key, (required, why) in REQUIRED_VALUES.items():
         found, value = _lookup(raw, key)
         if found and (value != required or isinstance(value, bool) != isinstance(required, bool)):
-            shown = {True: "true", False: "false", None: "null"}.get(required, required)
-            yield key, f"must be {shown} ({why}); set it so or remove the key"
+            yield key, f"must be {json.dumps(required)} ({why}); set it so or remove the key"
 
 
 def _lookup(raw: Mapping[str, Any], key: str) -> tuple[bool, Any]:

@@ -188,20 +188,20 @@ def _section(kind: type[S], raw: Any, path: str, problems: list[Problem], refuse
         else:
             try:
                 values[name] = msgspec.convert(value, field.type)
-            except msgspec.ValidationError as error:
-                wrong = f"{error}, got {yaml_scalar(value)}; expected {describe(field.type)}"
+            except msgspec.ValidationError:
+                wrong = f"must be {describe(field.type)}, got {yaml_scalar(value)}"
                 problems.append(Problem(key, wrong))
                 refused.add(key)
     return kind(**values)
 
 
 def _unknown(name: str, key: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if near:
-        return f"unknown key; did you mean {key.removesuffix(name)}{near[0]}?"
     elsewhere = [path for path in key_paths(Config) if path.rpartition(".")[2] == name]
     if elsewhere:
         return f"unknown key here; did you mean {elsewhere[0]}?"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if near:
+        return f"unknown key; did you mean {key.removesuffix(name)}{near[0]}?"
     return f"unknown key; known here: {', '.join(known)}"
 
 
