@@ -153,10 +153,11 @@ class StepCollector:
         reason = group_problem(finalized, self.policy.min_valid_fraction_per_group)
         if reason is None:
             return outcome
-        masks = Counter(str(rollout.reason) for rollout in finalized if not rollout.verified)
+        masked = [rollout for rollout in finalized if not rollout.verified]
+        counts = Counter(str(rollout.reason) for rollout in masked)
         told = (
-            f"{sum(rollout.verified for rollout in finalized)} of {len(finalized)} rollouts "
-            f"verified; masked: {dict(masks)}"
+            f"{len(finalized) - len(masked)} of {len(finalized)} rollouts verified; masked: "
+            f"{dict(counts)}, e.g. {masked[0].detail}"
         )
         lost = DroppedGroup(outcome.request, reason, told, outcome.attempts)
         self.observer.group_dropped(lost)
