@@ -14,7 +14,7 @@ from tenacity import (
     Retrying,
     retry_if_exception_type,
     stop_after_attempt,
-    wait_exponential_jitter,
+    wait_exponential,
 )
 
 BLOCK = 1 << 20
@@ -70,7 +70,7 @@ class HttpShard:
         """Cache the blocks `[first, stop)`."""
         retrying = Retrying(
             stop=stop_after_attempt(_ATTEMPTS),
-            wait=wait_exponential_jitter(initial=0.1, max=2.0),
+            wait=wait_exponential(multiplier=0.1, max=2.0),
             retry=retry_if_exception_type(_Unavailable),
             reraise=True,
         )
