@@ -6,6 +6,7 @@ admission leaves a recorded failure.
 """
 
 import asyncio
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,8 +53,7 @@ class ChatRoute:
                 model=body.get("model") or self._default_model,
                 history=_history(messages),
             )
-            # vLLM's validators edit the messages that they are given.
-            request = _parse({**body, "messages": [dict(message) for message in messages]})
+            request = _parse({**body, "messages": [_for_vllm(message) for message in messages]})
             CURRENT.set(call)
             result = await self._serving.create_chat_completion(request, raw_request)
             if isinstance(result, compat.ErrorResponse):
@@ -104,6 +104,26 @@ def _history(messages: Any) -> Any:
         return normalize_chat(messages)
     except ItemError as error:
         raise ForestError(error.reason, str(error), param=error.param) from error
+
+
+def _for_vllm(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy (vLLM's validators edit what they are given) with tool arguments as text.
+
+    Clients that keep arguments decoded send objects, which vLLM's types refuse.
+    """
+    copied = dict(message)
+    calls = copied.get("tool_calls")
+    if isinstance(calls, list):
+        copied["tool_calls"] = [_with_text_arguments(call) for call in calls]
+    return copied
+
+
+def _with_text_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict | list):
+        return call
+    text = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
 
 
 def _parse(body: Mapping[str, Any]) -> Any:

@@ -1,0 +1,56 @@
+"""One real engine for the whole session, with Qwen3's tokenizer and template."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engine import EngineServer
+from tests.support.episodes import Episode
+from tests.support.models import CACHE, load_qwen3_tokenizer, make_qwen3_model
+
+
+@pytest.fixture(scope="session")
+def qwen3_dir() -> Path:
+    directory = CACHE / "qwen3-tiny-0"
+    if not (directory / "model.safetensors").is_file():
+        make_qwen3_model(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return load_qwen3_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engine") / "prompts.jsonl"
+
+
+@pytest.fixture(scope="session")
+def server(
+    qwen3_dir: Path, prompts_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineServer]:
+    os.environ["FORCED_PROMPTS_FILE"] = str(prompts_file)
+    forced = "tests.support.forced:Forced"
+    with EngineServer(
+        qwen3_dir,
+        "--reasoning-parser", "qwen3",
+        "--enable-auto-tool-choice",
+        "--tool-call-parser", "hermes",
+        "--logits-processors", forced,
+        forest={
+            "state_dir": str(tmp_path_factory.mktemp("state")),
+            # Forced leaves every request alone that does not ask for a script.
+            "reproducible_logits_processors": [forced],
+        },
+    ) as running:  # fmt: skip
+        yield running
+
+
+@pytest.fixture
+def episode(server: EngineServer, tokenizer: Any, prompts_file: Path) -> Episode:
+    return Episode(server, tokenizer, prompts_file)
