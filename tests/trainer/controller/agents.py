@@ -1,0 +1,32 @@
+"""Harnesses that a training process finds by name."""
+
+from typing import Any
+
+import openai
+
+
+async def babble(
+    client: openai.AsyncOpenAI,
+    task: dict[str, Any],
+    *,
+    model: str,
+    sampling: dict[str, Any],
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Four short turns; the history is forgotten after the second. The reward counts low bytes."""
+    messages: list[Any] = []
+    responses: list[dict[str, Any]] = []
+    for turn in range(4):
+        if turn == 2:
+            messages = []
+        messages.append({"role": "user", "content": f"{task['say']} {turn}"})
+        answer = await client.chat.completions.create(
+            model=model, messages=messages, **{**sampling, "seed": sampling["seed"] + turn}
+        )
+        responses.append(answer.model_dump())
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+    said = "".join(r["choices"][0]["message"]["content"] or "" for r in responses)
+    return {
+        "responses": responses,
+        "reward": sum(c.isascii() for c in said) / max(1, len(said)),
+    }
