@@ -83,7 +83,7 @@ def to_megatron(
 ) -> torch.Tensor:
     """The undivided Megatron parameter `name` from its Hugging Face tensors, in their order.
 
-    `vocab_rows` >= the vocabulary; rows beyond it are zero and are never read.
+    `vocab_rows` >= the vocabulary; rows beyond it are zero and never matter.
     """
     if name.endswith("linear_qkv.weight"):
         query, key, value = (
@@ -93,9 +93,8 @@ def to_megatron(
     if name.endswith("linear_fc1.weight"):
         return torch.cat(list(tensors))
     (tensor,) = tensors
-    if name in _VOCAB_PARAMETERS and vocab_rows > tensor.shape[0]:
-        rows = tensor.new_zeros(vocab_rows - tensor.shape[0], tensor.shape[1])
-        return torch.cat([tensor, rows])
+    if name in _VOCAB_PARAMETERS:
+        return torch.cat([tensor, tensor.new_zeros(vocab_rows - shape.vocab_size, tensor.shape[1])])
     return tensor
 
 
