@@ -19,15 +19,21 @@ from megatron_forest_trainer.core.types import DeltaReader, Row, RowPlan
 
 def assemble(plan: RowPlan, reader: DeltaReader) -> Row:
     """The arrays of `plan`, read through `reader`."""
-    tokens_T = np.empty(plan.length, dtype=np.int32)
     logprobs_T = np.zeros(plan.length, dtype=np.float32)
     loss_mask_T = np.zeros(plan.length, dtype=np.bool_)
+    deltas: list[NDArray[np.int32]] = []
     for call, span in zip(plan.path, plan.spans, strict=True):
         tokens, logprobs = delta_arrays(call, reader.read(call.delta))
-        tokens_T[call.prev_len : call.cum_len] = tokens
+        deltas.append(tokens)
         logprobs_T[span.start : span.end] = logprobs
         if span.owned:
             loss_mask_T[span.start : span.end] = True
+    tokens_T = np.concatenate(deltas, dtype=np.int32)
+    if len(tokens_T) != plan.length:
+        raise IntegrityError(
+            Reason.DIGEST_MISMATCH,
+            f"row {plan.row_id}: {len(tokens_T)} tokens where the plan says {plan.length}",
+        )
     return Row(plan=plan, tokens_T=tokens_T, loss_mask_T=loss_mask_T, logprobs_T=logprobs_T)
 
 

@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, Self
 
 import httpx
@@ -53,19 +53,37 @@ class StoreReader(Protocol):
     ) -> None: ...
 
 
+class _OpenShard:
+    """A shard with the deltas that were verified since it was opened.
+
+    A finished shard never changes, so one verification holds as long as it stays open.
+    """
+
+    def __init__(self, reader: ShardReader) -> None:
+        self._reader = reader
+        self._verified: dict[TensorRef, Mapping[str, NDArray[Any]]] = {}
+
+    def read(self, ref: TensorRef) -> Mapping[str, NDArray[Any]]:
+        """The tensors that `ref` addresses, verified."""
+        found = self._verified.get(ref)
+        if found is None:
+            found = self._verified[ref] = MappingProxyType(self._reader.read(ref))
+        return found
+
+
 class _ShardCache:
-    """Open shards by (partition, shard)."""
+    """Open shards by (partition, shard). Safe to read from several threads."""
 
     def __init__(self, open_source: Callable[[str, str], ByteSource]) -> None:
         self._open_source = open_source
-        self._shards: OrderedDict[tuple[str, str], ShardReader] = OrderedDict()
+        self._shards: OrderedDict[tuple[str, str], _OpenShard] = OrderedDict()
         self._lock = threading.Lock()
 
-    def read(self, ref: TensorRef) -> dict[str, NDArray[Any]]:
+    def read(self, ref: TensorRef) -> Mapping[str, NDArray[Any]]:
         """The tensors that `ref` addresses, verified."""
         return self._shard(ref.partition, ref.shard).read(ref)
 
-    def _shard(self, partition: str, shard: str) -> ShardReader:
+    def _shard(self, partition: str, shard: str) -> _OpenShard:
         key = (partition, shard)
         with self._lock:
             found = self._shards.get(key)
@@ -75,7 +93,7 @@ class _ShardCache:
         for name in key:
             if not _NAME.fullmatch(name):
                 raise ShardError(Reason.FOREIGN_SHARD, f"{name!r} is no name of a shard")
-        opened = ShardReader(self._open_source(partition, shard), shard=shard)
+        opened = _OpenShard(ShardReader(self._open_source(partition, shard), shard=shard))
         with self._lock:
             self._shards[key] = opened
             while len(self._shards) > _OPEN_SHARDS:
