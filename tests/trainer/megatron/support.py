@@ -1,7 +1,7 @@
 """Tiny checkpoints, synthetic captured forests, and the oracles of the Megatron tests."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -266,15 +266,20 @@ def full_gradients(learner: Any) -> dict[str, NDArray[np.float32]]:
 
 
 def run_step(
-    config: Config, hf_dir: Path, step: Step, previous_shift: float = 0.0
+    config: Config,
+    hf_dir: Path,
+    step: Step,
+    previous_shift: float = 0.0,
+    make_module: Callable[[], Any] | None = None,
 ) -> dict[str, Any]:
     """On every rank: log-probabilities, one training step, gradients.
 
     `previous_shift` is added to the log-probabilities before the step, so that ratios leave 1.
+    `make_module` makes another model than the one in `hf_dir`.
     """
     from megatron_forest_trainer.learner import Learner
 
-    learner = Learner(config, hf_dir)
+    learner = Learner(config, hf_dir, module=make_module() if make_module else None)
     plan = step.decoded
     errors = learner.logprobs(plan, step.reader)
     previous = {key: value.copy() for key, value in learner._previous.items()}
@@ -285,7 +290,11 @@ def run_step(
         "errors": {key: msgspec.to_builtins(value) for key, value in errors.items()},
         "previous": previous,
         "stats": msgspec.to_builtins(stats),
-        "gradients": full_gradients(learner),
+        "gradients": (
+            {name: p.main_grad.numpy().copy() for name, p in learner.module.named_parameters()}
+            if make_module
+            else full_gradients(learner)
+        ),
     }
 
 
@@ -314,13 +323,33 @@ def per_call_oracle(
         .Qwen3ForCausalLM.from_pretrained(hf_dir, attn_implementation="eager")
         .float()
     )
+    return oracle_of(
+        model,
+        lambda ids: model(ids[None]).logits[0],
+        rollouts,
+        advantages,
+        previous_shift=previous_shift,
+        clip=clip,
+    )
+
+
+def oracle_of(
+    model: torch.nn.Module,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    rollouts: Sequence[Rollout],
+    advantages: Mapping[str, float],
+    *,
+    previous_shift: float = 0.0,
+    clip: tuple[float, float] = (0.2, 0.2),
+) -> Oracle:
+    """The oracle of any model; `logits_of` maps one context `[T]` to logits `[T, V]`."""
     total, tokens = torch.zeros(()), 0
     logprobs = {}
     for rollout in rollouts:
         advantage = advantages[rollout.rollout_id]
         for record in rollout.records:
             ids = torch.from_numpy(rollout.context(record.call_id).astype(np.int64))
-            logits = model(ids[None]).logits[0, record.prompt_len - 1 : -1]
+            logits = logits_of(ids)[record.prompt_len - 1 : -1]
             logits = logits / (record.sampling.temperature or 1.0)
             target = ids[record.prompt_len :]
             lp = torch.log_softmax(logits, -1).gather(1, target[:, None])[:, 0]
