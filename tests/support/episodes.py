@@ -70,7 +70,8 @@ class Episode:
             extra_body=extra,
             **{"max_tokens": 4, **options},
         )
-        (self.served,) = worker_prompts(self._prompts_file, seen)
+        # A preempted request enters the engine's batch again.
+        self.served = worker_prompts(self._prompts_file, seen)[0]
         message = json.loads(answer.choices[0].message.to_json())
         return message, self.record(answer.id)
 

@@ -1,0 +1,126 @@
+"""Weight updates of the running engine over the control routes."""
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from forest_schema.model_files import model_digests
+from safetensors.numpy import load_file, save_file
+
+from tests.support.engine import EngineServer, wait_until
+from tests.support.episodes import Episode
+
+ASK = {"role": "user", "content": "the quick brown fox jumps over the lazy dog " * 12}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def other_weights(qwen3_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("other")
+    shutil.copy(qwen3_dir / "config.json", directory)
+    weights = load_file(qwen3_dir / "model.safetensors")
+    changed = {
+        name: array * np.float32(1.5) if "proj" in name else array
+        for name, array in weights.items()
+    }
+    save_file(changed, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.fixture
+def restored(server: EngineServer, qwen3_dir: Path) -> Iterator[None]:
+    yield
+    answer = server.control.post("/weights", json={"path": str(qwen3_dir), "version": "default"})
+    assert answer.json() == {"schema": 3, "paused": False, "weight_version": "default"}
+
+
+def update(server: EngineServer, path: Path, version: str) -> dict[str, Any]:
+    answer = server.control.post("/weights", json={"path": str(path), "version": version})
+    assert answer.status_code == 200, answer.text
+    return answer.json()  # type: ignore[no-any-return]
+
+
+def sampled(episode: Episode) -> tuple[list[int], list[float], Any]:
+    _, record = episode.chat([ASK], **GREEDY)
+    tokens, logprobs = episode.delta(record)
+    return tokens[record.prompt_delta_len :], logprobs, record
+
+
+@pytest.mark.requirement("C23")
+@pytest.mark.usefixtures("restored")
+def test_update_changes_weights_and_leaves_no_stale_cache(
+    episode: Episode, qwen3_dir: Path, other_weights: Path
+) -> None:
+    before = sampled(episode)
+    again = sampled(episode)
+    # The prefix cache is in use, so a stale one would show.
+    assert again[2].cached_prompt_tokens > 0
+    state = update(episode.server, other_weights, "step-1")
+    assert state == {"schema": 3, "paused": False, "weight_version": "step-1"}
+    after = sampled(episode)
+    assert after[2].cached_prompt_tokens == 0
+    assert after[1] != before[1]
+    assert [span.version for span in after[2].weight_spans] == ["step-1"]
+    update(episode.server, qwen3_dir, "step-2")
+    back = sampled(episode)
+    assert back[0] == before[0]
+    np.testing.assert_allclose(back[1], before[1], atol=1e-5)
+
+
+@pytest.mark.requirement("C23")
+@pytest.mark.usefixtures("restored")
+def test_generation_in_flight_names_the_weights_of_each_token(
+    episode: Episode, other_weights: Path
+) -> None:
+    server = episode.server
+    result: list[Any] = []
+    long = threading.Thread(
+        target=lambda: result.append(
+            episode.chat([ASK], max_tokens=1500, extra_body={"ignore_eos": True})
+        )
+    )
+    long.start()
+    wait_until(lambda: len(server.receipt(episode.attempt).pending) == 1)
+    assert server.control.post("/pause").json()["paused"]
+    update(server, other_weights, "step-1")
+    # Paused before, paused afterwards.
+    assert server.control.post("/resume").json() == {
+        "schema": 3,
+        "paused": False,
+        "weight_version": "step-1",
+    }
+    long.join(120)
+    ((_, record),) = result
+    assert record.generated_len == 1500
+    versions = [span.version for span in record.weight_spans]
+    assert versions == ["default", "step-1"]
+    assert record.weight_spans[0].start == 0
+    assert record.weight_spans[0].end == record.weight_spans[1].start
+    assert record.weight_spans[1].end == 1500
+
+
+@pytest.mark.requirement("K10")
+def test_directory_without_weights_changes_nothing(server: EngineServer, tmp_path: Path) -> None:
+    answer = server.control.post("/weights", json={"path": str(tmp_path), "version": "x"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "malformed_request"
+    assert answer.json()["error"]["param"] == "path"
+    assert server.control.get("/handshake").json()["weight_version"] == "default"
+
+
+@pytest.mark.requirement("K13")
+def test_handshake_reports_what_the_trainer_compares(server: EngineServer, qwen3_dir: Path) -> None:
+    found = server.control.get("/handshake").json()
+    expected = model_digests(qwen3_dir)
+    assert found["model_digest"] == expected.model
+    assert found["tokenizer_digest"] == expected.tokenizer
+    assert found["template_digest"] == expected.template
+    assert found["processor_digest"] is None
+    assert found["logprobs_mode"] == "processed_logprobs"
+    assert (found["schema"], found["normalization_version"], found["digest_version"]) == (3, 1, 1)
+    assert {"chat", "weights"} <= set(found["features"])
+    assert (found["model"], found["max_model_len"]) == ("tiny", 4096)
