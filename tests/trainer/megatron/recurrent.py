@@ -18,6 +18,8 @@ class Recurrent(MegatronModule):
                 hidden_size=12,
                 num_attention_heads=1,
                 calculate_per_token_loss=True,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
                 use_cpu_initialization=True,
             )
         )

@@ -18,7 +18,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.utils import get_attr_wrapped_model
 from numpy.typing import NDArray
 
 from megatron_forest_trainer.config.schema import LossConfig
@@ -114,8 +113,12 @@ def _logprobs(
 class Passes:
     """The passes of a step over one model."""
 
-    def __init__(self, module: Any, *, vocab_size: int, loss: LossConfig) -> None:
+    def __init__(
+        self, module: Any, *, vocab_size: int, loss: LossConfig, mask_artificial: bool = False
+    ) -> None:
+        """`mask_artificial` hands the model the positions that its routers must not count."""
         self._selector = SourceSelector(module)
+        self._mask_artificial = mask_artificial
         self._vocab_size = vocab_size
         self._loss = loss
 
@@ -161,8 +164,7 @@ class Passes:
         """Megatron's forward step: the model's output and the function that makes its loss."""
         batch = next(microbatches)
         edges = batch.edges.tensors(batch.tokens.device)
-        config = get_attr_wrapped_model(model, "config")
-        extra = {"padding_mask": batch.padding_mask} if config.num_moe_experts else {}
+        extra = {"padding_mask": batch.artificial} if self._mask_artificial else {}
         with self._selector.sources(edges.source_E):
             output = model(
                 input_ids=batch.tokens,

@@ -41,6 +41,7 @@ from megatron_forest_trainer.loss.ownership import (
     owner_id,
 )
 from megatron_forest_trainer.model import parallel
+from megatron_forest_trainer.model.checks import check_model, mask_expert_load
 from megatron_forest_trainer.model.hf_config import read_model_shape
 from megatron_forest_trainer.model.hf_io import export_weights, load_weights
 from megatron_forest_trainer.model.transformer import build_model, transformer_config
@@ -111,9 +112,15 @@ class Learner:
                 ),
             )
             load_weights(module, self.shape, hf_dir)
+        check_model(module)
         self.module = module
         self.trainable: Trainable = make_trainable(module, config)
-        self._passes = Passes(module, vocab_size=self.shape.vocab_size, loss=config.loss_fn)
+        self._passes = Passes(
+            module,
+            vocab_size=self.shape.vocab_size,
+            loss=config.loss_fn,
+            mask_artificial=not cfg.count_padding_in_expert_load and mask_expert_load(module),
+        )
         self._batches = BatchMaker.of(config, self.parallelism)
         self._previous: RowArrays = {}
         self._reference: RowArrays = {}

@@ -51,8 +51,9 @@ class Microbatch:
     """int64 `[b, s]`."""
     position_ids: torch.Tensor
     """int64 `[b, s]`: position in the row; 0 at padding."""
-    padding_mask: torch.Tensor
-    """bool `[b, s]`, True at padding: what a router must not count."""
+    artificial: torch.Tensor
+    """bool `[b, s]`, True at padding and at tokens that another row of the rollout owns: what a
+    router's load must not count."""
     packed: PackedSeqParams | None
     """Segment boundaries of a packed microbatch; None for a grid."""
     edges: Edges
@@ -87,9 +88,7 @@ class Collator:
         positions = layout.scatter(
             [np.arange(item.length) for item in rows], fill=0, dtype=np.int64
         )
-        padding = layout.scatter(
-            [np.full(item.length, item.row is None) for item in rows], fill=True, dtype=np.bool_
-        )
+        artificial = layout.scatter([_artificial(item) for item in rows], fill=True, dtype=np.bool_)
         edges = concatenate(
             [
                 _row_edges(number, item, layout)
@@ -100,7 +99,7 @@ class Collator:
         return Microbatch(
             tokens=torch.from_numpy(tokens).to(self.device),
             position_ids=torch.from_numpy(positions).to(self.device),
-            padding_mask=torch.from_numpy(padding).to(self.device),
+            artificial=torch.from_numpy(artificial).to(self.device),
             packed=self._packed_params(layout),
             edges=edges,
             rows=tuple(rows),
@@ -127,6 +126,15 @@ def _tokens(item: RowInput) -> NDArray[np.int64]:
     if item.row is None:
         return np.full(1, PADDING_TOKEN, np.int64)
     return item.row.tokens_T.astype(np.int64)
+
+
+def _artificial(item: RowInput) -> NDArray[np.bool_]:
+    if item.row is None:
+        return np.ones(1, np.bool_)
+    mask_T = np.zeros(item.length, np.bool_)
+    for call, span in zip(item.row.plan.path, item.row.plan.spans, strict=True):
+        mask_T[call.prev_len : call.cum_len] = not span.owned
+    return mask_T
 
 
 def _row_edges(number: int, item: RowInput, layout: Layout) -> Edges:

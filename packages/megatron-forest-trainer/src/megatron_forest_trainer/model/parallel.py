@@ -55,7 +55,12 @@ def initialize(parallelism: Parallelism, *, seed: int) -> None:
     """Join the job that torchrun's environment variables describe and build Megatron's groups.
 
     A process started without torchrun becomes a world of one. Uses NCCL with CUDA, else gloo.
+    Groups that exist already, of the same sizes, are used. Raises `ValueError` for sizes that do
+    not fit.
     """
+    if parallel_state.model_parallel_is_initialized():
+        _check_existing(parallelism)
+        return
     for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0"), ("RANK", "0"),
                         ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):  # fmt: skip
         os.environ.setdefault(name, value)
@@ -75,6 +80,21 @@ def initialize(parallelism: Parallelism, *, seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(
         seed, inference_rng_tracker=not torch.cuda.is_available()
     )
+
+
+def _check_existing(wanted: Parallelism) -> None:
+    existing = Parallelism(
+        tensor=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
+        context=parallel_state.get_context_parallel_world_size(),
+        expert=parallel_state.get_expert_model_parallel_world_size(),
+        sequence_parallel=wanted.sequence_parallel,
+    )
+    if existing != wanted:
+        raise ValueError(
+            f"Megatron's process groups exist with {existing}, but policy.megatron_cfg asks for "
+            f"{wanted}; make them agree"
+        )
 
 
 def shutdown() -> None:

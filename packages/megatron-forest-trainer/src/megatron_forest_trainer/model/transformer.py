@@ -102,7 +102,7 @@ def transformer_config(
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
-    return TransformerConfig(**fields, **(overrides or {}))
+    return TransformerConfig(**(fields | (overrides or {})))
 
 
 def layer_specs(config: TransformerConfig) -> Any:
