@@ -1,3 +1,5 @@
+import ast
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,12 @@ from megatron_forest_trainer.config import (
     config_to_yaml,
     load_config,
     parse_config,
+    schema,
 )
 from megatron_forest_trainer.config.checks import REQUIRED_VALUES
 from megatron_forest_trainer.config.load import key_paths
+from megatron_forest_trainer.config.policies import resolve
+from megatron_forest_trainer.config.reference import keys, markdown
 
 SOURCE_BLOCK = """\
 token_capture:
@@ -185,11 +190,6 @@ def test_the_printed_configuration_loads_to_the_same_one() -> None:
 
 
 def test_every_key_has_a_docstring() -> None:
-    import ast
-    import inspect
-
-    from megatron_forest_trainer.config import schema
-
     tree = ast.parse(inspect.getsource(schema))
     for section in (node for node in tree.body if isinstance(node, ast.ClassDef)):
         for field, after in zip(section.body, [*section.body[1:], None], strict=True):
@@ -343,8 +343,6 @@ def install(folder: Path, name: str, entry_point: str, code: str = "") -> None:
 def test_installed_policies_are_found_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_forest_trainer.config.policies import resolve
-
     code = "def newest(records, result):\n    return records[-1:], 'scored'\n"
     install(tmp_path, "newest_policy", "newest = newest_policy:newest", code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -361,3 +359,11 @@ def test_a_name_registered_twice_is_refused(
     monkeypatch.syspath_prepend(tmp_path)
     found = problems(SOURCE_BLOCK)
     assert "two installed packages register" in found["token_capture.selection_policy"]
+
+
+def test_the_configuration_reference_is_current() -> None:
+    page = Path(__file__).parents[3] / "docs" / "configuration.md"
+    assert page.read_text() == markdown(), (
+        "run: python -m megatron_forest_trainer.config.reference > docs/configuration.md"
+    )
+    assert [key.path for key in keys(Config)] == key_paths(Config)

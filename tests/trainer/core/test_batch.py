@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from megatron_forest_trainer.core.batch import (
     plan_batch,
 )
 from megatron_forest_trainer.core.filters import decide, group_problem, step_floor
-from megatron_forest_trainer.core.metrics import TokenErrors, rollout_metrics
+from megatron_forest_trainer.core.metrics import TokenErrors, error_metrics, rollout_metrics
 from megatron_forest_trainer.core.plan import FixedShape, NoRetainedTokens, PackedShape
 from megatron_forest_trainer.core.types import Finalized
 from megatron_forest_trainer.finalize import finalize_rollout
@@ -318,3 +319,18 @@ def test_rollout_metrics_have_one_observation_per_rollout() -> None:
         "finalize/masked_rollouts/capture_incomplete": 1.0,
         "finalize/masked_rollouts/selection_not_closed": 1.0,
     }
+
+
+def test_every_metric_is_documented() -> None:
+    groups = [group("g", [1, 0], [rollout("g", "r0"), rollout("g", "r1")])]
+    batch = plan_batch(0, groups, rules(2), ONE_BY_ONE)
+    names = {
+        **rollout_metrics([o.rollout for o in groups[0].outcomes], [1.0, 0.0]),
+        **batch_metrics(groups, batch),
+        **error_metrics([TokenErrors(tokens=1, mult=1.0)]),
+    }
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+    undocumented = [
+        name for name in names if name not in page and f"`/{name.rpartition('/')[2]}`" not in page
+    ]
+    assert undocumented == []

@@ -52,7 +52,7 @@ def test_a_closed_selection_becomes_verified_rows(case: tuple[Forest, list[CallR
     assert final == finalize(forest, *selection)
 
 
-@pytest.mark.requirement("G16", "G17", "G18", "G19", "G14")
+@pytest.mark.requirement("G16", "G17", "G18", "G19", "G14", "G22")
 def test_generation_statistics_count_every_token_once() -> None:
     forest = Forest()
     shared = forest.call(prompt=10, generated=7)
