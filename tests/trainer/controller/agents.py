@@ -30,3 +30,26 @@ async def babble(
         "responses": responses,
         "reward": sum(c.isascii() for c in said) / max(1, len(said)),
     }
+
+
+async def say_four(
+    client: openai.AsyncOpenAI,
+    task: dict[str, Any],
+    *,
+    model: str,
+    sampling: dict[str, Any],
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Three independent scripted turns; the reward is the parity of the rollout's seed."""
+    responses = []
+    for turn in range(3):
+        answer = await client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": f"say {4 + turn}"}]
+        )
+        responses.append(answer.model_dump())
+    return {"responses": responses, "reward": float(sampling["seed"] % 2)}
+
+
+async def broken(*_: Any, **__: Any) -> dict[str, Any]:
+    """A harness with a bug."""
+    raise KeyError("scripted bug")

@@ -1,0 +1,163 @@
+"""Whole training processes against scripted generations: what stops a run, and how."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from megatron_forest_trainer.config import load_config
+from megatron_forest_trainer.controller.archive import read_decisions, read_groups
+from megatron_forest_trainer.controller.channel import Channel, ExportWeights, Stop, Stopped, serve
+from megatron_forest_trainer.controller.run import RunFailed, run_grpo
+from megatron_forest_trainer.logging_.records import read_records
+
+from tests.support.byte_model import make_byte_model
+from tests.support.distributed import RankError, run_ranks
+from tests.support.scripted_server import ScriptedServer
+from tests.trainer.controller.training import train, write_config
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_byte_model(tmp_path_factory.mktemp("model") / "bytes")
+
+
+@pytest.fixture
+def server(tmp_path: Path, model: Path) -> Iterator[ScriptedServer]:
+    with ScriptedServer(tmp_path / "server", model, vocab=259) as running:
+        yield running
+
+
+def config_of(server: ScriptedServer, model: Path, tmp_path: Path, **sections: object) -> Path:
+    return write_config(
+        tmp_path,
+        url=server.url,
+        token_file=server.token_file,
+        model=model,
+        **{"harness": {"target": "tests.trainer.controller.agents:say_four"}, **sections},
+    )
+
+
+@pytest.mark.requirement("H1", "H10", "G3")
+def test_two_ranks_train_what_one_trains(
+    server: ScriptedServer, model: Path, tmp_path: Path
+) -> None:
+    config = config_of(server, model, tmp_path)
+    run = train(config, ranks=2)
+    assert run.returncode == 0, run.stderr
+    out = tmp_path / "out"
+    records = read_records(out)
+    assert [record["step"] for record in records] == [1, 2]
+    # Three rows per rollout, two rollouts per group: six rows, a multiple of two ranks.
+    assert [record["valid_rows"] for record in records] == [12, 12]
+    assert server.engine.updates == ["step-0", "step-1", "step-2"]
+    groups = read_groups(out / "rollouts" / "step000001")
+    assert [group.row_multiple for group in groups] == [2, 2]
+    # Nothing of the steps is left on the server.
+    assert list(server.store.glob("*/*.safetensors")) == []
+
+
+@pytest.mark.requirement("XL9", "G24")
+def test_a_step_whose_rollouts_are_all_above_the_threshold_changes_nothing(
+    server: ScriptedServer, model: Path, tmp_path: Path
+) -> None:
+    config = config_of(server, model, tmp_path)
+    run = train(config, "grpo.seq_logprob_error_threshold=1.0001")
+    assert run.returncode == 1
+    assert "step 1: none of the 12 rows has a token to train on" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert read_records(tmp_path / "out") == []
+    assert server.engine.updates == ["step-0"]
+    assert read_decisions(tmp_path / "out" / "rollouts" / "step000001") is None
+
+
+@pytest.mark.requirement("K13", "K10")
+def test_another_tokenizer_is_refused_before_the_first_rollout(
+    server: ScriptedServer, model: Path, tmp_path: Path
+) -> None:
+    other = make_byte_model(tmp_path / "other")
+    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + " ")
+    with pytest.raises(RunFailed, match="tokenizer: digest"):
+        run_grpo(load_config(config_of(server, other, tmp_path), for_training=True))
+    assert server.requests == ["GET /v1/forest/control/handshake"]
+
+
+@pytest.mark.requirement("K10")
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("harness.target=nowhere:f", "cannot import 'nowhere'"),
+        ("data.train.data_path=/missing.jsonl", "data.train.data_path: /missing.jsonl is no file"),
+        ("server.control_token_file=/missing", "server.control_token_file"),
+        ("logger.wandb_enabled=true", "logger.wandb_enabled: the package wandb is not installed"),
+        ("server.url=http://127.0.0.1:9", "GET /handshake at http://127.0.0.1:9"),
+        ("policy.device=cuda", "set policy.device: cpu"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_the_first_rollout(
+    server: ScriptedServer, model: Path, tmp_path: Path, override: str, told: str
+) -> None:
+    config = load_config(config_of(server, model, tmp_path), [override], for_training=True)
+    with pytest.raises(RunFailed, match=told):
+        run_grpo(config)
+    assert not any("attempts" in request for request in server.requests)
+
+
+def test_a_dropped_budget_ends_the_run_with_the_cause(
+    server: ScriptedServer, model: Path, tmp_path: Path
+) -> None:
+    broken = "harness.target=tests.trainer.controller.agents:broken"
+    run = train(config_of(server, model, tmp_path), broken, ranks=2)
+    assert run.returncode == 1
+    assert "max_dropped_groups permits 0" in run.stderr
+    assert "KeyError: 'scripted bug'" in run.stderr
+
+
+# Ranks that fail.
+
+
+def _one_rank_fails(failing: int) -> str:
+    import torch
+    import torch.distributed as dist
+    from megatron_forest_trainer.model.parallel import Parallelism, initialize
+
+    initialize(Parallelism(), seed=0)
+    channel = Channel()
+
+    def execute(command: object) -> None:
+        if channel.rank == failing:
+            raise ValueError(f"rank {failing} is broken")
+        dist.all_reduce(torch.ones(1))
+
+    if channel.rank != 0:
+        serve(channel, execute)
+        return "served"
+    channel.send(ExportWeights(directory="x"))
+    execute(None)
+    return "executed"
+
+
+def _rank_0_stops() -> str:
+    from megatron_forest_trainer.model.parallel import Parallelism, initialize
+
+    initialize(Parallelism(), seed=0)
+    channel = Channel()
+    if channel.rank == 0:
+        channel.send(Stop(error="the budget is spent"))
+        return "stopped"
+    try:
+        serve(channel, lambda _: None)
+    except Stopped as error:
+        return str(error)
+    return "served"
+
+
+def test_a_failing_rank_ends_the_others_with_its_error() -> None:
+    with pytest.raises(RankError, match=r"rank 1 is broken|[Cc]onnection"):
+        run_ranks(_one_rank_fails, 1, ranks=2, timeout_s=60)
+
+
+def test_rank_0_tells_the_others_why_it_stops() -> None:
+    assert run_ranks(_rank_0_stops, ranks=2, timeout_s=60) == [
+        "stopped",
+        "rank 0 stopped the run: the budget is spent",
+    ]
