@@ -96,7 +96,7 @@ def test_a_custom_policy_sets_the_priority_of_paths() -> None:
         return [right, left, shared], right.output.response_id
 
     final = finalize(forest, policy=right_first)
-    assert [row.path[-1] for row in final.rows] == [right, left]
+    assert [row.path[-1].call_id for row in final.rows] == [right.call_id, left.call_id]
     assert [span.owned for span in final.rows[0].spans] == [True, True]
     assert [span.owned for span in final.rows[1].spans] == [False, True]
 
@@ -447,6 +447,15 @@ def test_restored_calls_keep_their_first_owner() -> None:
     forest = Forest()
     call = replace(forest, forest.call(), source_capture_key="att_before")
     assert finalize(forest, call).verified
+
+
+@pytest.mark.requirement("E21")
+@pytest.mark.parametrize("returned", [None, [], ["a", "b", "c"]])
+def test_a_policy_that_returns_no_pair_stops_the_run(returned: Any) -> None:
+    forest = Forest()
+    forest.call()
+    with pytest.raises(SelectionError, match=r"must return \(records, terminal_response_id\)"):
+        finalize(forest, policy=lambda records, result: returned)
 
 
 def test_reading_is_not_needed_for_a_masked_selection() -> None:

@@ -157,7 +157,7 @@ def test_a_selected_call_whose_children_were_discarded_is_an_endpoint() -> None:
     first = forest.call()
     forest.call(first)
     rows = build_rows([first], group_id="g", rollout_id="r")
-    assert [row.path for row in rows] == [(first,)]
+    assert [[call.call_id for call in row.path] for row in rows] == [[first.call_id]]
 
 
 @pytest.mark.requirement("A26")
@@ -192,6 +192,12 @@ def test_lengths_that_do_not_continue_stop_the_run() -> None:
     with pytest.raises(IntegrityError, match=r"inherits 10 tokens.*has 9") as caught:
         build_rows([parent, child], group_id="g", rollout_id="r")
     assert caught.value.reason is Reason.DIGEST_MISMATCH
+
+
+def test_a_root_without_a_prompt_stops_the_run() -> None:
+    forest = Forest()
+    with pytest.raises(IntegrityError, match="root without a prompt"):
+        build_rows([forest.call(prompt=0)], group_id="g", rollout_id="r")
 
 
 @pytest.mark.requirement("E29")

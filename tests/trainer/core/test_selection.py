@@ -88,6 +88,23 @@ def test_ordered_responses_select_exactly_the_returned_calls(
     assert selection.terminal_response_id == returned[-1].output.response_id
 
 
+@pytest.mark.requirement("E7", "E10")
+@given(forests(unique_texts=False), st.data())
+@settings(deadline=None)
+def test_a_selection_by_content_is_right_or_refused(forest: Forest, data: st.DataObject) -> None:
+    """Generations that say the same are never told apart by a guess."""
+    returned = data.draw(st.lists(st.sampled_from(forest.calls), min_size=1, unique_by=id))
+    named = returned_history(forest.calls, forest.result(*returned))
+    assert set(ids(named.records)) == set(ids(returned))
+    try:
+        selection = returned_history(forest.calls, forest.result(*returned, with_ids=False))
+    except EvidenceError:
+        texts = [forest.outputs[call.call_id][0]["content"] for call in forest.calls]
+        assert len(set(texts)) < len(texts)
+    else:
+        assert set(ids(selection.records)) == set(ids(returned))
+
+
 @pytest.mark.requirement("E3", "E5", "E11")
 def test_response_output_spans_calls_before_and_after_a_compaction() -> None:
     forest = Forest()

@@ -15,7 +15,7 @@ from forest_schema.digests import EMPTY_CHAIN, chain_digest
 from forest_schema.version import DIGEST_VERSION, SchemaError, check_version
 from numpy.typing import NDArray
 
-from megatron_forest_trainer.core.errors import EvidenceError, IntegrityError
+from megatron_forest_trainer.core.errors import EvidenceError, IntegrityError, SelectionError
 from megatron_forest_trainer.core.forest import (
     build_rows,
     check_ownership,
@@ -66,9 +66,12 @@ def finalize_rollout(
     check_scope(receipt)
     try:
         _check_capture(receipt)
-        records = list(receipt.calls)
-        chosen, terminal = policy(records, dict(result))
-        selection = check_selection(receipt.calls, chosen, terminal)
+        chosen = policy(list(receipt.calls), dict(result))
+        if not isinstance(chosen, tuple | list) or len(chosen) != 2:
+            raise SelectionError(
+                f"a selection policy must return (records, terminal_response_id), got {chosen!r}"
+            )
+        selection = check_selection(receipt.calls, *chosen)
     except _Masked as masked:
         return _mask(receipt, masked.reason, str(masked))
     except EvidenceError as error:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from forest_schema import CallRecord, Reason
 
 from megatron_forest_trainer.core.errors import IntegrityError
-from megatron_forest_trainer.core.types import GeneratedSpan, RowPlan
+from megatron_forest_trainer.core.types import GeneratedSpan, PathCall, RowPlan
 
 
 def missing_parents(records: Sequence[CallRecord]) -> tuple[str, ...]:
@@ -31,13 +31,17 @@ def is_linear(records: Sequence[CallRecord]) -> bool:
 
 
 def check_links(records: Sequence[CallRecord]) -> None:
-    """Lengths continue from parent to child. Raises `IntegrityError`.
+    """Roots have a prompt and lengths continue from parent to child. Raises `IntegrityError`.
 
     `records` is closed: it holds the parent of each of its continuations.
     """
     by_id = {record.call_id: record for record in records}
     for record in records:
         if record.parent_call_id is None:
+            if record.prompt_len == 0:
+                raise IntegrityError(
+                    Reason.DIGEST_MISMATCH, f"call {record.call_id} is a root without a prompt"
+                )
             continue
         parent = by_id[record.parent_call_id]
         if record.prev_len != parent.cum_len:
@@ -68,6 +72,7 @@ def build_rows(
         )
     check_links(records)
     by_id = {record.call_id: record for record in records}
+    calls = {record.call_id: PathCall.of(record) for record in records}
     parents = {record.parent_call_id for record in records}
     owned: set[str] = set()
     rows: list[RowPlan] = []
@@ -82,7 +87,7 @@ def build_rows(
                 row_id=f"{group_id}/{rollout_id}/s{len(rows)}",
                 group_id=group_id,
                 rollout_id=rollout_id,
-                path=path,
+                path=tuple(calls[call.call_id] for call in path),
                 spans=spans,
                 length=record.cum_len,
             )

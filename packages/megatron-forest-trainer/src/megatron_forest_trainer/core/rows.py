@@ -14,7 +14,7 @@ from forest_schema.shards import LOGPROBS, TOKENS
 from numpy.typing import NDArray
 
 from megatron_forest_trainer.core.errors import IntegrityError
-from megatron_forest_trainer.core.types import DeltaReader, Row, RowPlan
+from megatron_forest_trainer.core.types import DeltaReader, PathCall, Row, RowPlan
 
 
 def assemble(plan: RowPlan, reader: DeltaReader) -> Row:
@@ -38,7 +38,7 @@ def assemble(plan: RowPlan, reader: DeltaReader) -> Row:
 
 
 def delta_arrays(
-    call: CallRecord, delta: Mapping[str, NDArray[Any]]
+    call: CallRecord | PathCall, delta: Mapping[str, NDArray[Any]]
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Tokens `[delta_len]` and log-probabilities `[generated_len]` of a call's delta."""
     tokens, logprobs = delta.get(TOKENS), delta.get(LOGPROBS)

@@ -16,7 +16,35 @@ from forest_schema import CallRecord, Reason, TensorRef
 from numpy.typing import NDArray
 
 
-class GeneratedSpan(msgspec.Struct, frozen=True):
+class PathCall(msgspec.Struct, frozen=True, array_like=True):
+    """What a row needs to know of a call on its path; lengths count tokens of the row."""
+
+    call_id: str
+    prev_len: int
+    """Where the call's new tokens start: what it inherits."""
+    prompt_len: int
+    """Where its generated tokens start: its whole prompt."""
+    cum_len: int
+    """Where they end."""
+    delta: TensorRef
+
+    @classmethod
+    def of(cls, record: CallRecord) -> "PathCall":
+        """The part of `record` that its rows need."""
+        return cls(record.call_id, record.prev_len, record.prompt_len, record.cum_len, record.delta)
+
+    @property
+    def delta_len(self) -> int:
+        """New tokens of the call."""
+        return self.cum_len - self.prev_len
+
+    @property
+    def generated_len(self) -> int:
+        """Generated tokens of the call."""
+        return self.cum_len - self.prompt_len
+
+
+class GeneratedSpan(msgspec.Struct, frozen=True, array_like=True):
     """Tokens `[start, end)` of a row that one call generated."""
 
     call_id: str
@@ -30,14 +58,15 @@ class GeneratedSpan(msgspec.Struct, frozen=True):
     """0 means no limit."""
 
 
-class RowPlan(msgspec.Struct, frozen=True):
+class RowPlan(msgspec.Struct, frozen=True, array_like=True):
     """One path of a rollout's selected forest, root to endpoint, without its tokens."""
 
     row_id: str
     """`{group_id}/{rollout_id}/s{n}`: stable for the same selection."""
     group_id: str
     rollout_id: str
-    path: tuple[CallRecord, ...]
+    path: tuple[PathCall, ...]
+    """The calls from the root to the endpoint."""
     spans: tuple[GeneratedSpan, ...]
     """One per call of the path, in path order."""
     length: int
