@@ -107,6 +107,18 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: str
 
 
+class MeasureAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of an attempt's `/measure`: a length, never tokens."""
+
+    schema: int = CAPTURE_SCHEMA
+    count: int
+    """Prompt tokens that generation would use for the same request in the same ledger state."""
+    continuation: bool
+    """The prompt would continue a captured call."""
+    features: tuple[str, ...] = ("measure_v1", "exact_splice")
+    """What this count takes into account, for a client that depends on it."""
+
+
 class CleanupReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a cleanup removed and what it had to keep."""
 

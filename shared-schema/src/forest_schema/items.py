@@ -113,7 +113,7 @@ def normalize_responses(
 
 def extend(
     history: SourceHistory,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, Any]] | str,
     output: Sequence[Mapping[str, Any]],
     *,
     api: str,
@@ -435,7 +435,7 @@ class _ResponsesReader(_Reader):
         self, request_input: str | Sequence[Mapping[str, Any]], instructions: str | None
     ) -> list[SourceItem]:
         items: list[SourceItem] = []
-        if instructions is not None:
+        if instructions:
             items.append(_plain("system", [instructions, []]))
         if isinstance(request_input, str):
             items.append(_plain("user", [request_input, []]))

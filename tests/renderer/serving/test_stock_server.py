@@ -98,7 +98,7 @@ def started(
 @pytest.mark.requirement("A29", "A1", "A2", "C26", "C27", "A24")
 def test_from_open_to_shards_over_http(started: tuple[str, Path, str]) -> None:
     url, state, log = started
-    assert "capturing chat completions of tiny under /v1/forest/{attempt}" in log
+    assert "capturing chat completions and responses of tiny under /v1/forest/{attempt}" in log
     assert re.search(r"FOREST_STATE_DIRECTORY.*FOREST_STATE_DIR", log)
     token = (state / "control-token").read_text().strip()
     assert token not in log

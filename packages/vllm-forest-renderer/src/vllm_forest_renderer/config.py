@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -42,6 +42,11 @@ class ForestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     reproducible_logits_processors: tuple[str, ...] = ()
     """`--logits-processors` values that leave the sampled distribution as the sampling parameters
     say; every other custom logits processor makes a call unreproducible."""
+    chat_stream: Literal["incremental", "buffered"] = "incremental"
+    """How `stream=true` is served on Chat: tokens as they are generated, or the captured answer's
+    events. Responses streams are always buffered."""
+    keep_alive_s: float = 15.0
+    """Pause between two comments on a buffered stream that has no answer yet."""
     hot_prefix_tokens: int = 8_000_000
     """Tokens of captured histories kept in memory for splicing (about 36 bytes each)."""
     max_body_bytes: int = 64 << 20

@@ -5,6 +5,7 @@ travels in a context variable of the request's task. Outside the capture routes 
 every hook stands aside. It does not reach thread pools: hooks are coroutine methods only.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from forest_schema.reasons import Reason
 from forest_schema.records import CallRecord, SamplingRecord
 
 from vllm_forest_renderer.capture.generation import Generation
+from vllm_forest_renderer.errors import ForestError
 from vllm_forest_renderer.resolution import Candidate, PrefixResolver
 
 
@@ -62,6 +64,12 @@ class Call:
     partition: str = ""
     sampling: SamplingRecord | None = None
     generation: Generation | None = None
+    admitted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the intent is durable."""
+    parser: Any = None
+    """vLLM's parser of the answer, where the server has one."""
+    refusal: ForestError | None = None
+    """What the proxy raised; vLLM's streams swallow it."""
 
 
 CURRENT: ContextVar[Call | None] = ContextVar("forest_call", default=None)

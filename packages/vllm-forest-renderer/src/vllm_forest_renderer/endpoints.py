@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 
 from vllm_forest_renderer import compat
 from vllm_forest_renderer.capture.engine_client import CaptureClient
@@ -24,8 +24,10 @@ from vllm_forest_renderer.ledger import Ledger
 from vllm_forest_renderer.plugin import ENDPOINT_PLUGIN, GENERAL_PLUGIN, activation_advice
 from vllm_forest_renderer.renderer import ForestRenderer
 from vllm_forest_renderer.resolution import PrefixResolver
-from vllm_forest_renderer.serving.chat import ChatRoute
+from vllm_forest_renderer.serving.chat import ChatAdapter
+from vllm_forest_renderer.serving.exchange import CapturedApi
 from vllm_forest_renderer.serving.reasoning import judge_reasoning_on_tail
+from vllm_forest_renderer.serving.responses import ResponsesAdapter
 from vllm_forest_renderer.serving.router import serving_router
 from vllm_forest_renderer.store.protocol import DeltaSink
 from vllm_forest_renderer.weights import EngineControl
@@ -39,7 +41,8 @@ class ForestState:
 
     control: ControlServices
     service: CaptureService
-    chat: ChatRoute
+    chat: CapturedApi
+    responses: CapturedApi
     models_serving: Any
     max_body_bytes: int
 
@@ -47,7 +50,7 @@ class ForestState:
         """Raise `ForestError` for an attempt that admits nothing."""
         self.control.ledger.calls(attempt_id)
 
-    async def models(self, raw_request: Request) -> Any:
+    async def models(self) -> Any:
         """vLLM's list of models."""
         return await self.models_serving.show_available_models()
 
@@ -106,9 +109,15 @@ class ForestEndpoints:
             chat_template=getattr(state.openai_serving_chat, "chat_template", None),
         )
         service = _service(config, vllm_config, ledger, sink, control)
-        serving = copy.copy(state.openai_serving_chat)
-        serving.engine_client = CaptureClient(engine_client)
-        judge_reasoning_on_tail(serving)
+        chat = ChatAdapter(
+            _capturing(state.openai_serving_chat, engine_client, "_make_parser"),
+            default_model=model,
+            incremental=config.chat_stream == "incremental",
+        )
+        responses = ResponsesAdapter(
+            _capturing(state.openai_serving_responses, engine_client, "_make_response_parser"),
+            default_model=model,
+        )
         state.forest = ForestState(
             control=ControlServices(
                 ledger=ledger,
@@ -117,17 +126,27 @@ class ForestEndpoints:
                 engine=control,
             ),
             service=service,
-            chat=ChatRoute(service, serving, default_model=model),
+            chat=CapturedApi(service, chat, keep_alive_s=config.keep_alive_s),
+            responses=CapturedApi(service, responses, keep_alive_s=config.keep_alive_s),
             models_serving=state.openai_serving_models,
             max_body_bytes=config.max_body_bytes,
         )
         logger.info(
-            "capturing chat completions of %s under /v1/forest/{attempt}: ledger %s, store %s (%s)",
+            "capturing chat completions and responses of %s under /v1/forest/{attempt}: "
+            "ledger %s, store %s (%s)",
             model,
             config.state_path / "ledger.sqlite",
             config.store_location,
             sink.store_id,
         )
+
+
+def _capturing(serving: Any, engine_client: Any, parser_factory: str) -> Any:
+    """A copy of one of vLLM's serving objects that generates through the capture proxy."""
+    copied = copy.copy(serving)
+    copied.engine_client = CaptureClient(engine_client)
+    judge_reasoning_on_tail(copied, parser_factory)
+    return copied
 
 
 def _service(

@@ -18,7 +18,7 @@ from forest_schema.reasons import Reason
 from vllm_forest_renderer import __version__, compat
 from vllm_forest_renderer.errors import ForestError
 
-FEATURES = ("chat", "weights")
+FEATURES = ("chat", "responses", "measure", "streaming", "weights")
 """Abilities that the handshake reports."""
 
 

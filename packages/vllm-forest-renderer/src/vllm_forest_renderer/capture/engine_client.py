@@ -44,6 +44,24 @@ class CaptureClient:
         request_id: str,
         keywords: dict[str, Any],
     ) -> AsyncGenerator[Any, None]:
+        try:
+            await self._admit(call, prompt, sampling_params)
+            if keywords.get("reasoning_ended") is None:
+                keywords["reasoning_ended"] = _reasoning_ended(call)
+            generation = call.generation = Generation()
+            outputs = self._inner.generate(prompt, sampling_params, request_id, **keywords)
+            try:
+                async for output in outputs:
+                    generation.add(output)
+                    yield output
+            finally:
+                # Also aborts the engine's request where the capture or the caller gave up.
+                await outputs.aclose()
+        except ForestError as error:
+            call.refusal = error
+            raise
+
+    async def _admit(self, call: Call, prompt: Any, sampling_params: Any) -> None:
         if call.generation is not None:
             raise ForestError(
                 Reason.UNSUPPORTED_REQUEST, "a captured request is one generation", param="n"
@@ -57,12 +75,14 @@ class CaptureClient:
             if hasattr(sampling_params, "flat_logprobs"):
                 sampling_params.flat_logprobs = True
         await call.admit(call, sampling_params)
-        generation = call.generation = Generation()
-        outputs = self._inner.generate(prompt, sampling_params, request_id, **keywords)
-        try:
-            async for output in outputs:
-                generation.add(output)
-                yield output
-        finally:
-            # Also aborts the engine's request where the capture or the caller gave up.
-            await outputs.aclose()
+
+
+def _reasoning_ended(call: Call) -> bool | None:
+    """Whether a spliced prompt leaves reasoning behind it; None lets the engine judge.
+
+    The engine would look at the whole prompt, with the closed reasoning of earlier turns.
+    """
+    if call.predecessor is None or getattr(call.parser, "reasoning_parser", None) is None:
+        return None
+    ended: bool = call.parser.is_reasoning_end(call.prompt_tokens)
+    return ended

@@ -42,7 +42,7 @@ def build_delta(call: Call) -> dict[str, Any]:
 
 
 def replay_summary(
-    call: Call, source: Sequence[Mapping[str, Any]], answer: Answer
+    call: Call, source: Sequence[Mapping[str, Any]] | str, answer: Answer
 ) -> ReplaySummary:
     """What a later request is compared with: the request's items and the generated turn."""
     history = extend(call.history, source, answer.output, api=call.api)

@@ -54,6 +54,10 @@ class CaptureService:
         self._prefixes = PrefixCache(sink, capacity_tokens=hot_prefix_tokens)
         self._background: set[asyncio.Task[Any]] = set()
 
+    def check_open(self, attempt_id: str) -> None:
+        """Raise `ForestError` for an attempt that admits nothing."""
+        self._ledger.calls(attempt_id)
+
     def begin(self, attempt_id: str, *, api: str, model: str, history: SourceHistory) -> Call:
         """A request of an open attempt. Raises `ForestError` for another attempt."""
         return Call(
@@ -84,9 +88,10 @@ class CaptureService:
         intent = await self._ledger.record_intent(call.attempt_id, api=call.api, model=call.model)
         call.call_id, call.order = intent.call_id, intent.order
         call.started_at, call.partition = intent.started_at, intent.partition
+        call.admitted.set()
 
     async def complete(
-        self, call: Call, source: Sequence[Mapping[str, Any]], answer: Answer
+        self, call: Call, source: Sequence[Mapping[str, Any]] | str, answer: Answer
     ) -> CallRecord:
         """Stage the delta and commit the record; both are durable on return.
 
@@ -103,7 +108,7 @@ class CaptureService:
             raise
 
     async def _complete(
-        self, call: Call, source: Sequence[Mapping[str, Any]], answer: Answer
+        self, call: Call, source: Sequence[Mapping[str, Any]] | str, answer: Answer
     ) -> CallRecord:
         assert call.call_id is not None
         assert call.generation is not None

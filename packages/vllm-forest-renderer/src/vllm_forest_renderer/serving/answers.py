@@ -4,7 +4,7 @@ Guarantees: every refusal is an `ErrorBody` with a `Reason`; only an answer that
 behind may be retried by a client on its own, everything else says `x-should-retry: false`.
 """
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,35 +16,51 @@ from vllm_forest_renderer.control.messages import status_of
 from vllm_forest_renderer.errors import ForestError
 
 
-def refusal(error: ForestError, *, intent_written: bool) -> Response:
-    """The response to a request that `error` ended."""
-    failed = EFFECTS[error.reason] is Effect.CAPTURE_FAILURE
-    return _error(
-        500 if failed else status_of(error.reason),
-        str(error),
-        error.reason,
-        error.param,
-        intent_written=intent_written,
-    )
+class Ended(Exception):
+    """A request that ends with an error answer; what had to be recorded is recorded."""
+
+    def __init__(self, failure: "Failure") -> None:
+        super().__init__(failure.error.message)
+        self.failure = failure
 
 
-def upstream_error(
-    message: str, status: int, param: str | None, *, intent_written: bool
-) -> Response:
-    """An error of vLLM's own in our shape."""
-    reason = Reason.ENGINE_ERROR if status >= 500 else Reason.MALFORMED_REQUEST
-    return _error(status, message, reason, param, intent_written=intent_written)
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error answer, as a response of its own or as the last event of a stream."""
 
+    error: ErrorBody.Error
+    retryable: bool
 
-def _error(
-    status: int, message: str, reason: Reason, param: str | None, *, intent_written: bool
-) -> Response:
-    body = ErrorBody(error=ErrorBody.Error(message=message, type=reason, param=param, code=status))
-    retryable = status >= 500 and not intent_written
-    headers = {} if retryable else {"x-should-retry": "false"}
-    return Response(
-        msgspec.json.encode(body), status, headers=headers, media_type="application/json"
-    )
+    @classmethod
+    def of(cls, error: ForestError, *, intent_written: bool) -> "Failure":
+        """The answer to a request that `error` ended."""
+        failed = EFFECTS[error.reason] is Effect.CAPTURE_FAILURE
+        status = 500 if failed else status_of(error.reason)
+        return cls._make(status, str(error), error.reason, error.param, intent_written)
+
+    @classmethod
+    def upstream(
+        cls, message: str, status: int, param: str | None, *, intent_written: bool
+    ) -> "Failure":
+        """An error of vLLM's own in our shape."""
+        reason = Reason.ENGINE_ERROR if status >= 500 else Reason.MALFORMED_REQUEST
+        return cls._make(status, message, reason, param, intent_written)
+
+    @classmethod
+    def _make(
+        cls, status: int, message: str, reason: Reason, param: str | None, intent_written: bool
+    ) -> "Failure":
+        error = ErrorBody.Error(message=message, type=reason, param=param, code=status)
+        return cls(error, retryable=status >= 500 and not intent_written)
+
+    def response(self) -> Response:
+        """The error as a response."""
+        return Response(
+            msgspec.json.encode(ErrorBody(error=self.error)),
+            self.error.code,
+            headers={} if self.retryable else {"x-should-retry": "false"},
+            media_type="application/json",
+        )
 
 
 async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
@@ -62,6 +78,6 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
         body = msgspec.json.decode(bytes(data))
     except msgspec.DecodeError as error:
         raise ForestError(Reason.MALFORMED_REQUEST, f"body: {error}", param="body") from error
-    if not isinstance(body, Mapping):
+    if not isinstance(body, dict):
         raise ForestError(Reason.MALFORMED_REQUEST, "body: must be a JSON object", param="body")
-    return dict(body)
+    return body

@@ -1,109 +1,174 @@
 """Chat Completions of an attempt.
 
-Guarantees: the answer is vLLM's own, with an id that names the captured call; it goes out after
-its capture is durable. A request that is refused leaves nothing behind, one that fails after its
-admission leaves a recorded failure.
+Guarantees: the answer is vLLM's own, with an id that names the captured call. Tool arguments that
+a client sends decoded are given to vLLM as text; nothing else of a request is changed.
 """
 
-import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
-from fastapi import Request, Response
-from fastapi.responses import JSONResponse
-from forest_schema.items import ItemError, normalize_chat
-from forest_schema.reasons import Reason
-from pydantic import ValidationError
+import msgspec
+from fastapi import Request
+from forest_schema.items import normalize_chat
 
 from vllm_forest_renderer import compat
 from vllm_forest_renderer.capture.record import Answer
-from vllm_forest_renderer.capture.service import CaptureService
-from vllm_forest_renderer.context import CURRENT, Call
-from vllm_forest_renderer.errors import ForestError
-from vllm_forest_renderer.serving.answers import refusal, upstream_error
+from vllm_forest_renderer.serving.adapter import Prepared, normalised, parsed
+from vllm_forest_renderer.serving.answers import Failure
 from vllm_forest_renderer.serving.refusals import check_fields, check_messages
 
-_SHOWN_ERRORS = 4
-"""Validation errors quoted in an answer; a union yields one per alternative."""
 
+class ChatAdapter:
+    """`/chat/completions`."""
 
-class ChatRoute:
-    """`POST /v1/forest/{attempt}/chat/completions`."""
+    name = "chat"
 
-    def __init__(self, service: CaptureService, serving: Any, *, default_model: str) -> None:
-        """`serving` is a copy of vLLM's chat serving object that generates through the proxy."""
-        self._service = service
+    def __init__(self, serving: Any, *, default_model: str, incremental: bool) -> None:
+        """`serving` is a copy of vLLM's chat serving object that generates through the proxy;
+        `incremental` lets tokens of a stream flow as they are generated.
+        """
         self._serving = serving
         self._default_model = default_model
+        self._incremental = incremental
 
-    async def handle(self, body: dict[str, Any], raw_request: Request) -> Response:
-        """Answer one decoded request body."""
-        call: Call | None = None
-        try:
-            check_fields(body)
-            messages = check_messages(body.get("messages"))
-            if body.get("stream"):
-                raise ForestError(
-                    Reason.UNSUPPORTED_REQUEST, "stream: not supported", param="stream"
-                )
-            call = self._service.begin(
-                raw_request.path_params["attempt"],
-                api="chat",
-                model=body.get("model") or self._default_model,
-                history=_history(messages),
-            )
-            request = _parse({**body, "messages": [_for_vllm(message) for message in messages]})
-            CURRENT.set(call)
-            result = await self._serving.create_chat_completion(request, raw_request)
-            if isinstance(result, compat.ErrorResponse):
-                return await self._upstream(call, result)
-            choice = result.choices[0]
-            assert call.call_id is not None
-            result.id = f"chatcmpl-{call.call_id.removeprefix('call_')}"
-            answer = Answer(result.id, [choice.message.model_dump()], choice.finish_reason)
-            await self._service.complete(call, messages, answer)
-            return JSONResponse(result.model_dump())
-        except ForestError as error:
-            if call is not None:
-                await self._service.fail(call, error)
-            return refusal(error, intent_written=call is not None and call.call_id is not None)
-        except asyncio.CancelledError as error:
-            if call is not None:
-                self._service.fail_in_background(call, error)
-            raise
-        except Exception as error:
-            if call is not None:
-                await self._service.fail(call, error)
-            found = compat.create_error_response(error).error
-            return upstream_error(
-                found.message,
-                found.code,
-                found.param,
-                intent_written=call is not None and call.call_id is not None,
-            )
-
-    async def _upstream(self, call: Call, result: Any) -> Response:
-        """vLLM answered with an error; it turns a cancelled generation into one too."""
-        task = asyncio.current_task()
-        cancelled = task is not None and task.cancelling() > 0
-        error: BaseException = (
-            asyncio.CancelledError() if cancelled else RuntimeError(result.error.message)
-        )
-        await self._service.fail(call, error)
-        return upstream_error(
-            result.error.message,
-            result.error.code,
-            result.error.param,
-            intent_written=call.call_id is not None,
+    def prepare(self, body: dict[str, Any]) -> Prepared:
+        """See `ApiAdapter`."""
+        check_fields(body)
+        messages = check_messages(body.get("messages"))
+        streaming = bool(body.get("stream")) and self._incremental
+        request = {**body, "messages": [_for_vllm(message) for message in messages]}
+        if not streaming:
+            request |= {"stream": False, "stream_options": None}
+        return Prepared(
+            source=messages,
+            history=normalised(normalize_chat, messages),
+            request=parsed(compat.ChatCompletionRequest, request),
+            model=body.get("model") or self._default_model,
         )
 
+    async def create(self, request: Any, raw_request: Request) -> Any:
+        """See `ApiAdapter`."""
+        return await self._serving.create_chat_completion(request, raw_request)
 
-def _history(messages: Any) -> Any:
-    try:
-        return normalize_chat(messages)
-    except ItemError as error:
-        raise ForestError(error.reason, str(error), param=error.param) from error
+    async def render(self, request: Any) -> Any:
+        """See `ApiAdapter`."""
+        result = await self._serving.render_chat_request(request)
+        return result if isinstance(result, compat.ErrorResponse) else None
+
+    def answer(self, response: Any, call_id: str, finish_reason: str | None) -> Answer:
+        """See `ApiAdapter`. The API's finish reason is recorded, which knows of tool calls."""
+        response.id = response_id(call_id)
+        choice = response.choices[0]
+        return Answer(response.id, [choice.message.model_dump()], choice.finish_reason)
+
+    def dump(self, response: Any) -> dict[str, Any]:
+        """See `ApiAdapter`."""
+        dumped: dict[str, Any] = response.model_dump()
+        return dumped
+
+    def events(self, response: Any, body: Mapping[str, Any]) -> Iterator[str]:
+        """See `ApiAdapter`: role, then everything at once, finish reason, usage, `[DONE]`."""
+        full = self.dump(response)
+        base = {
+            "id": full["id"],
+            "object": "chat.completion.chunk",
+            "created": full["created"],
+            "model": full["model"],
+        }
+        for choice in full["choices"]:
+            delta = {key: value for key, value in choice["message"].items() if value is not None}
+            for index, call in enumerate(delta.get("tool_calls") or ()):
+                call["index"] = index
+            shared = {"index": choice["index"], "logprobs": choice["logprobs"]}
+            yield _data({**base, "choices": [{**shared, "delta": delta, "finish_reason": None}]})
+            end = {
+                "index": choice["index"],
+                "delta": {},
+                "finish_reason": choice["finish_reason"],
+                "stop_reason": choice["stop_reason"],
+            }
+            yield _data({**base, "choices": [end]})
+        if (body.get("stream_options") or {}).get("include_usage"):
+            yield _data({**base, "choices": [], "usage": full["usage"]})
+        yield "data: [DONE]\n\n"
+
+    def error_event(self, failure: Failure) -> str:
+        """See `ApiAdapter`."""
+        return _data({"error": msgspec.to_builtins(failure.error)})
+
+    def live_events(self, chunks: AsyncIterator[str], call_id: str) -> "ChatStream":
+        """See `ApiAdapter`."""
+        return ChatStream(chunks, call_id)
+
+
+def response_id(call_id: str) -> str:
+    """Id of the answer that `call_id` captured."""
+    return f"chatcmpl-{call_id.removeprefix('call_')}"
+
+
+class ChatStream:
+    """vLLM's chunks: those before the finish reason pass, the rest is held.
+
+    The message is assembled from the chunks, as a client does it.
+    """
+
+    def __init__(self, chunks: AsyncIterator[str], call_id: str) -> None:
+        self._chunks = chunks
+        self._id = response_id(call_id)
+        self._held: list[str] = []
+        self._message: dict[str, Any] = {"role": "assistant", "content": None}
+        self._calls: dict[int, dict[str, Any]] = {}
+        self._finish_reason: str | None = None
+
+    async def passing(self) -> AsyncIterator[str]:
+        """See `LiveStream`."""
+        async for chunk in self._chunks:
+            payload = chunk.removeprefix("data: ").strip()
+            if payload == "[DONE]":
+                self._held.append(chunk)
+                continue
+            value = msgspec.json.decode(payload)
+            if "error" in value:
+                raise RuntimeError(value["error"]["message"])
+            for choice in value["choices"]:
+                self._add(choice["delta"])
+                self._finish_reason = choice.get("finish_reason") or self._finish_reason
+            renamed = _data({**value, "id": self._id})
+            if self._finish_reason is None:
+                yield renamed
+            else:
+                self._held.append(renamed)
+
+    def answer(self) -> Answer:
+        """See `LiveStream`."""
+        message = dict(self._message)
+        if self._calls:
+            message["tool_calls"] = [self._calls[index] for index in sorted(self._calls)]
+        return Answer(self._id, [message], self._finish_reason)
+
+    def held(self) -> Iterator[str]:
+        """See `LiveStream`."""
+        return iter(self._held)
+
+    def _add(self, delta: Mapping[str, Any]) -> None:
+        for key in ("content", "reasoning"):
+            text = delta.get(key)
+            if text is not None:
+                self._message[key] = (self._message.get(key) or "") + text
+        for part in delta.get("tool_calls") or ():
+            call = self._calls.setdefault(
+                part["index"],
+                {"id": None, "type": "function", "function": {"name": "", "arguments": ""}},
+            )
+            call["id"] = part.get("id") or call["id"]
+            function = part.get("function") or {}
+            call["function"]["name"] = function.get("name") or call["function"]["name"]
+            call["function"]["arguments"] += function.get("arguments") or ""
+
+
+def _data(value: Mapping[str, Any]) -> str:
+    return f"data: {msgspec.json.encode(value).decode()}\n\n"
 
 
 def _for_vllm(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,18 +189,3 @@ def _with_text_arguments(call: Any) -> Any:
         return call
     text = json.dumps(function["arguments"], ensure_ascii=False)
     return {**call, "function": {**function, "arguments": text}}
-
-
-def _parse(body: Mapping[str, Any]) -> Any:
-    try:
-        return compat.ChatCompletionRequest.model_validate(body)
-    except ValidationError as error:
-        found = [
-            (".".join(str(part) for part in entry["loc"]), entry["msg"])
-            for entry in error.errors(include_url=False, include_input=False)
-        ]
-        raise ForestError(
-            Reason.MALFORMED_REQUEST,
-            "; ".join(f"{param or 'body'}: {message}" for param, message in found[:_SHOWN_ERRORS]),
-            param=found[0][0].partition(".")[0] or None,
-        ) from error

@@ -8,27 +8,42 @@ whole of it would take them for the end of the reasoning that is about to be gen
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_forest_renderer.context import CURRENT
+from vllm_forest_renderer.context import CURRENT, Call
 
 
-def judge_reasoning_on_tail(serving: Any) -> None:
-    """Let the parsers of `serving` (a copy of vLLM's serving object) see the tail as prompt."""
-    make_parser = serving._make_parser
+def judge_reasoning_on_tail(serving: Any, factory: str) -> None:
+    """Let the parsers of `serving` (a copy of vLLM's serving object) see the tail as prompt.
+
+    `factory` names the method that makes a parser for a request.
+    """
+    make_parser = getattr(serving, factory)
 
     def make(*args: Any, **keywords: Any) -> Any:
         parser = make_parser(*args, **keywords)
-        for method in ("is_reasoning_end", "set_prompt_token_ids"):
-            setattr(parser, method, _on_tail(getattr(parser, method)))
+        call = CURRENT.get()
+        if call is not None and parser is not None:
+            call.parser = parser
+            for method in ("is_reasoning_end", "set_prompt_token_ids"):
+                setattr(parser, method, _on_tail(getattr(parser, method), call))
+            parser.parse_delta = _deltas_on_tail(parser.parse_delta, call)
         return parser
 
-    serving._make_parser = make
+    setattr(serving, factory, make)
 
 
-def _on_tail(method: Any) -> Any:
+def _on_tail(method: Any, call: Call) -> Any:
     def judge(token_ids: Sequence[int]) -> Any:
-        call = CURRENT.get()
-        if call is not None and call.predecessor is not None and token_ids == call.prompt_tokens:
+        if call.predecessor is not None and token_ids == call.prompt_tokens:
             return method(call.tail_tokens)
         return method(token_ids)
 
     return judge
+
+
+def _deltas_on_tail(parse_delta: Any, call: Call) -> Any:
+    def parse(*args: Any, **keywords: Any) -> Any:
+        if call.predecessor is not None and keywords.get("prompt_token_ids") is not None:
+            keywords["prompt_token_ids"] = call.tail_tokens
+        return parse_delta(*args, **keywords)
+
+    return parse

@@ -72,6 +72,12 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("conversation", _is_given, "conversation state is the client's: send the whole history"),
     ("store", _is_true, "answers are not stored for retrieval: leave store out"),
+    (
+        "previous_input_messages",
+        _is_given,
+        "conversation state is the client's: send the whole history as input",
+    ),
+    ("prompt", _is_given, "prompt templates of a provider are not captured: send the input itself"),
     ("background", _is_true, "a request is answered while it is open: leave background out"),
 )
 
@@ -116,3 +122,42 @@ def check_text(content: Any, param: str) -> None:
                     f"{param}[{index}]: {part.get('type')} parts are not captured, only text",
                     param=f"{param}[{index}]",
                 )
+
+
+def check_input(value: Any) -> Sequence[Mapping[str, Any]] | str:
+    """The input of a Responses request. Raises `ForestError`."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise ForestError(
+            Reason.MALFORMED_REQUEST,
+            "input: must be a string or a list with an item",
+            param="input",
+        )
+    for index, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise ForestError(
+                Reason.MALFORMED_REQUEST, f"input[{index}]: must be an object", param="input"
+            )
+        check_text(item.get("content"), f"input[{index}].content")
+        check_text(item.get("output"), f"input[{index}].output")
+    last = value[-1]
+    if last.get("role") == "assistant" or last.get("type") in ("reasoning", "function_call"):
+        raise ForestError(
+            Reason.UNSUPPORTED_REQUEST,
+            "input: assistant prefill is not captured; end with a user message or an output",
+            param=f"input[{len(value) - 1}]",
+        )
+    return value
+
+
+def check_tools(tools: Any) -> None:
+    """Refuse tools that the server would run between two generations. Raises `ForestError`."""
+    for index, tool in enumerate(tools or () if isinstance(tools, list | None) else ()):
+        if isinstance(tool, dict) and tool.get("type") != "function":
+            raise ForestError(
+                Reason.UNSUPPORTED_REQUEST,
+                f"tools[{index}]: tools of type {tool.get('type')!r} run on the server between "
+                "generations and are not captured; use function tools",
+                param=f"tools[{index}].type",
+            )

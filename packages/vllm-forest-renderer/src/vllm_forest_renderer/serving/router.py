@@ -9,14 +9,18 @@ from forest_schema.control import ATTEMPT_PREFIX
 
 from vllm_forest_renderer import compat
 from vllm_forest_renderer.errors import ForestError
-from vllm_forest_renderer.serving.answers import read_json, refusal
+from vllm_forest_renderer.serving.answers import Failure, read_json
 
 
-class Handler(Protocol):
+class CapturedRoutes(Protocol):
     """One API."""
 
     async def handle(self, body: dict[str, Any], raw_request: Request) -> Response:
         """Answer one decoded request body."""
+        ...
+
+    async def measure(self, body: dict[str, Any], raw_request: Request) -> Response:
+        """Length of the prompt that the body would make."""
         ...
 
 
@@ -24,8 +28,13 @@ class ServingServices(Protocol):
     """What the routes work on."""
 
     @property
-    def chat(self) -> Handler:
+    def chat(self) -> CapturedRoutes:
         """Chat Completions."""
+        ...
+
+    @property
+    def responses(self) -> CapturedRoutes:
+        """Responses."""
         ...
 
     @property
@@ -37,9 +46,12 @@ class ServingServices(Protocol):
         """Raise `ForestError` for an attempt that admits nothing."""
         ...
 
-    async def models(self, raw_request: Request) -> Any:
+    async def models(self) -> Any:
         """vLLM's list of models."""
         ...
+
+
+_Handle = Callable[[dict[str, Any], Request], Awaitable[Response]]
 
 
 def serving_router(services: Callable[[Request], ServingServices]) -> APIRouter:
@@ -49,18 +61,20 @@ def serving_router(services: Callable[[Request], ServingServices]) -> APIRouter:
     # FastAPI's own body parsing would answer errors in another shape and without a bound.
     @compat.with_cancellation
     @compat.load_aware_call
-    async def run(body: tuple[Handler, dict[str, Any]], raw_request: Request) -> Response:
-        handler, decoded = body
-        return await handler.handle(decoded, raw_request)
+    async def run(work: tuple[_Handle, dict[str, Any]], raw_request: Request) -> Response:
+        handle, body = work
+        return await handle(body, raw_request)
 
-    def posting(pick: Callable[[ServingServices], Handler]) -> Callable[[Request], Awaitable[Any]]:
+    def posting(
+        pick: Callable[[ServingServices, dict[str, Any]], _Handle],
+    ) -> Callable[[Request], Awaitable[Any]]:
         async def endpoint(raw_request: Request) -> Any:
             found = services(raw_request)
             try:
                 body = await read_json(raw_request, found.max_body_bytes)
             except ForestError as error:
-                return refusal(error, intent_written=False)
-            return await run((pick(found), body), raw_request)
+                return Failure.of(error, intent_written=False).response()
+            return await run((pick(found, body), body), raw_request)
 
         return endpoint
 
@@ -69,16 +83,20 @@ def serving_router(services: Callable[[Request], ServingServices]) -> APIRouter:
         try:
             found.check_attempt(raw_request.path_params["attempt"])
         except ForestError as error:
-            return refusal(error, intent_written=False)
-        return JSONResponse((await found.models(raw_request)).model_dump())
+            return Failure.of(error, intent_written=False).response()
+        return JSONResponse((await found.models()).model_dump())
 
-    router.add_api_route(
-        "/chat/completions",
-        posting(lambda found: found.chat),
-        methods=["POST"],
-        name="forest_chat_completions",
-        response_model=None,
-    )
+    posts: dict[str, Callable[[ServingServices, dict[str, Any]], _Handle]] = {
+        "/chat/completions": lambda found, body: found.chat.handle,
+        "/responses": lambda found, body: found.responses.handle,
+        # A Responses request is the one that has an input.
+        "/measure": lambda found, body: (
+            found.responses.measure if "input" in body else found.chat.measure
+        ),
+    }
+    for path, pick in posts.items():
+        name = f"forest{path.replace('/', '_')}"
+        router.add_api_route(path, posting(pick), methods=["POST"], name=name, response_model=None)
     router.add_api_route(
         "/models", models, methods=["GET"], name="forest_models", response_model=None
     )
