@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 
 import httpx
 from forest_schema import Reason, TensorRef
-from forest_schema.control import CONTROL_PREFIX
+from forest_schema.control import CONTROL_PREFIX, CONTROL_TOKEN_HEADER
 from forest_schema.shards import (
     SHARD_SUFFIX,
     ByteSource,
@@ -159,11 +159,21 @@ class FolderReader(_Closing):
 class HttpReader(_Closing):
     """A store behind the server's control routes."""
 
-    def __init__(self, url: str, control_token: str, *, timeout_s: float = 60.0) -> None:
-        """`url` is the server's root; `control_token` its bearer token."""
+    def __init__(
+        self,
+        url: str,
+        control_token: str,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        """`url` is the server's root; `api_key` its `--api-key`, None where it has none."""
         self._client = httpx.Client(
             base_url=url.rstrip("/"),
-            headers={"Authorization": f"Bearer {control_token}"},
+            headers={
+                "Authorization": f"Bearer {api_key or control_token}",
+                CONTROL_TOKEN_HEADER: control_token,
+            },
             timeout=timeout_s,
         )
         self._shards = _ShardCache(self._open)
@@ -187,6 +197,7 @@ def open_reader(
     store_path: Path | str | None = None,
     url: str | None = None,
     control_token: str | None = None,
+    api_key: str | None = None,
     timeout_s: float = 60.0,
 ) -> StoreReader:
     """The store in the folder `store_path`, or else behind the server at `url`.
@@ -199,4 +210,4 @@ def open_reader(
         raise ValueError(
             "a store is opened by server.store_path, or by server.url with its control token"
         )
-    return HttpReader(url, control_token, timeout_s=timeout_s)
+    return HttpReader(url, control_token, api_key=api_key, timeout_s=timeout_s)
