@@ -74,10 +74,17 @@ def test_a_plan_runs_every_row_once_on_equally_many_microbatches(
         ):
             for microbatch in (m for rank in schedule for m in rank):
                 loads = [-(-rows[i].length // shape.align) * shape.align for i in microbatch]
-                assert sum(loads) <= budget
+                assert sum(loads) <= -(-budget // shape.align) * shape.align
     assert plan.retained_tokens == len(lengths)
     assert plan_step(3, rows, shape) == plan
     assert StepPlan.decode(plan.encode()) == plan
+
+
+@pytest.mark.requirement("H3")
+def test_the_longest_row_fits_its_bin_after_alignment() -> None:
+    shape = PackedShape(data_parallel=1, train_tokens=30, logprob_tokens=30, align=8)
+    plan = plan_step(0, planned_rows([30, 2]), shape)
+    assert sorted(len(members) for members in plan.train[0]) == [1, 1]
 
 
 def test_an_encoded_plan_holds_no_tokens() -> None:

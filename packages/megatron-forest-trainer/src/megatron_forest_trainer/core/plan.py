@@ -66,7 +66,7 @@ class PackedShape(msgspec.Struct, frozen=True, kw_only=True, tag="packed"):
     logprob_tokens: int
     """At least `train_tokens`: log-probability bins are whole training bins put together."""
     align: int = 1
-    """A row occupies a multiple of this many tokens of its bin."""
+    """A row occupies a multiple of this many tokens of its bin; so do the budgets."""
 
     @property
     def row_multiple(self) -> int:
@@ -163,8 +163,10 @@ def _packed_schedules(lengths: Sequence[int], shape: PackedShape) -> tuple[Sched
             f"logprob_tokens {shape.logprob_tokens} is below train_tokens {shape.train_tokens}; "
             "raise policy.sequence_packing.logprob_mb_tokens"
         )
-    aligned = [-(-length // shape.align) * shape.align for length in lengths]
-    bins = pack(aligned, shape.train_tokens, multiple=shape.data_parallel)
+    aligned = [_align(length, shape.align) for length in lengths]
+    # The longest legal row fits its bin after alignment too.
+    budget = _align(shape.train_tokens, shape.align)
+    bins = pack(aligned, budget, multiple=shape.data_parallel)
     bins.sort(key=lambda members: (-sum(aligned[i] for i in members), members[0]))
     ranks: list[list[list[int]]] = [[] for _ in range(shape.data_parallel)]
     for number, members in enumerate(bins):
@@ -172,7 +174,7 @@ def _packed_schedules(lengths: Sequence[int], shape: PackedShape) -> tuple[Sched
         # Back and forth, so that no rank always gets the fuller bin.
         rank = position if turn % 2 == 0 else shape.data_parallel - 1 - position
         ranks[rank].append(members)
-    merge = shape.logprob_tokens // shape.train_tokens
+    merge = max(1, shape.logprob_tokens // budget)
     train = tuple(tuple(tuple(members) for members in own) for own in ranks)
     logprob = tuple(
         tuple(
@@ -182,3 +184,7 @@ def _packed_schedules(lengths: Sequence[int], shape: PackedShape) -> tuple[Sched
         for own in ranks
     )
     return train, logprob
+
+
+def _align(tokens: int, multiple: int) -> int:
+    return -(-tokens // multiple) * multiple
