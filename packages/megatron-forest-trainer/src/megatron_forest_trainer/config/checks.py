@@ -18,10 +18,6 @@ RETIRED = {
         "was renamed: set token_capture.forest_training: {value} and remove this key; the meaning "
         "of the value is unchanged"
     ),
-    "async_rl.rollout_failure.max_attempts_per_prompt": (
-        "failed prompt groups are not sent again; remove this key and allow for losses with "
-        "async_rl.rollout_failure.max_dropped_groups"
-    ),
 }
 """Keys that are refused with a migration message; `{value}` is the value they had."""
 
