@@ -42,9 +42,9 @@ async def say_four(
 ) -> dict[str, Any]:
     """Three independent scripted turns; the reward is the parity of the rollout's seed."""
     responses = []
-    for turn in range(3):
+    for verb, tokens in (("say", 4), ("say", 5), (task.get("last", "say"), 6)):
         answer = await client.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": f"say {4 + turn}"}]
+            model=model, messages=[{"role": "user", "content": f"{verb} {tokens}"}]
         )
         responses.append(answer.model_dump())
     return {"responses": responses, "reward": float(sampling["seed"] % 2)}

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from megatron_forest_trainer.config.policies import resolve
+from megatron_forest_trainer.controller.book import Book
 from megatron_forest_trainer.controller.client import ControlClient
 from megatron_forest_trainer.controller.collect import DropPolicy, StepCollector
-from megatron_forest_trainer.controller.finishing import Finisher
 from megatron_forest_trainer.controller.rollouts import (
     DroppedGroup,
     GroupRequest,
@@ -81,7 +81,7 @@ def make_collector(server: ScriptedServer, events: Events, tmp_path: Path) -> Ma
         extra: dict[str, Any] | None = None,
         **policy: Any,
     ) -> StepCollector:
-        run = RunDirectory.open(tmp_path / "run")
+        run = RunDirectory.open(tmp_path / "run", resume=True)
         settings = RolloutSettings(
             harness=harness or Scripted(),
             model="tiny",
@@ -93,7 +93,7 @@ def make_collector(server: ScriptedServer, events: Events, tmp_path: Path) -> Ma
             pending_wait_s=pending_wait_s,
             seed=0,
         )
-        finisher = Finisher(
+        book = Book(
             run=run,
             reader=open_reader(store_path=server.store),
             policy=resolve("returned_history"),
@@ -112,10 +112,9 @@ def make_collector(server: ScriptedServer, events: Events, tmp_path: Path) -> Ma
             "min_valid_fraction_per_group": None,
         }
         return StepCollector(
-            runner=GroupRunner(client, settings, finisher, events),
+            runner=GroupRunner(client, settings, book, events),
             tasks=TaskStream(stream, seed=0, shuffle=False),
             policy=DropPolicy(groups=groups, **(defaults | policy)),
-            observer=events,
             partition=run.partition,
         )
 

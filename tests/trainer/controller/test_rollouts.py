@@ -131,8 +131,8 @@ def test_a_rollout_without_a_result_drops_its_group_and_only_that(
     assert dropped is events.dropped[0]
     assert dropped.reason is reason
     assert told in dropped.detail
-    # Every attempt of the dropped group is known for cleanup, and closed.
-    assert len(step.attempts) == 4
+    # A sibling that was cancelled while it opened its attempt leaves it to the partition's end.
+    assert 1 <= len(dropped.attempts) <= 2
     opened = [p for p in server.requests if p == "POST /v1/forest/control/attempts"]
     assert len(opened) == 4
     for attempt in dropped.attempts:
@@ -255,7 +255,7 @@ def test_an_integrity_error_raises_and_is_no_drop(
     async def body() -> None:
         async with client_of(server) as client:
             collector = make_collector(client, [[OK, OK]], max_dropped_groups=9)
-            object.__setattr__(collector.runner.finisher, "reader", Damaged())  # type: ignore[attr-defined]
+            object.__setattr__(collector.runner.book, "reader", Damaged())
             with pytest.raises(ShardError, match="damaged"):
                 await collector.collect(1)
 
@@ -276,7 +276,7 @@ def test_cancellation_passes_through_and_leaves_no_task(
             with pytest.raises(asyncio.CancelledError):
                 await running
             assert asyncio.all_tasks() == {asyncio.current_task()}
-            assert collector.budget.dropped == 0
+            assert collector.dropped_until(1) == 0
 
     asyncio.run(body())
 

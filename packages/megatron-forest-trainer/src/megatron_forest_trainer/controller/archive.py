@@ -23,7 +23,6 @@ from megatron_forest_trainer.core.selection import Selection
 from megatron_forest_trainer.core.types import DeltaReader, Finalized
 from megatron_forest_trainer.finalize import finalize_selection
 
-SNAPSHOT_FEATURES = ("forest_mode", "execution_padding")
 DECISIONS_FILE = "decisions.json"
 GROUP_SUFFIX = ".group.json"
 ROLLOUT_SUFFIX = ".rollout.json"
@@ -201,19 +200,27 @@ def read_decisions(folder: Path) -> StepDecisions | None:
 
 
 def check_mode(
-    snapshot: RolloutSnapshot | GroupSnapshot, *, forest_training: bool, row_multiple: int
+    what: str,
+    *,
+    saved_forest: bool,
+    forest_training: bool,
+    saved_multiple: int | None = None,
+    row_multiple: int | None = None,
 ) -> None:
-    """Refuse a snapshot of another forest mode or execution row multiple."""
-    if snapshot.forest_training != forest_training:
+    """Refuse what was saved in another forest mode or with another execution row multiple.
+
+    Raises `SnapshotRefused`.
+    """
+    if saved_forest != forest_training:
         raise SnapshotRefused(
-            f"group {snapshot.group_id} was saved with token_capture.forest_training: "
-            f"{str(snapshot.forest_training).lower()}; resume with the same value"
+            f"{what} was saved with token_capture.forest_training: {str(saved_forest).lower()}; "
+            "resume with the same value"
         )
-    if isinstance(snapshot, GroupSnapshot) and snapshot.row_multiple != row_multiple:
+    if saved_multiple != row_multiple:
         raise SnapshotRefused(
-            f"group {snapshot.group_id} was padded to a multiple of {snapshot.row_multiple} rows, "
+            f"{what} was saved with prompt groups padded to a multiple of {saved_multiple} rows, "
             f"this run pads to {row_multiple}; resume with the same number of data-parallel ranks "
-            "and microbatch sizes"
+            "and the same microbatch sizes"
         )
 
 

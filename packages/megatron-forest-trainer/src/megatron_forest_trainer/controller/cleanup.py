@@ -11,7 +11,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megatron_forest_trainer.controller import journal
 from megatron_forest_trainer.controller.client import ControlClient, ControlError, TransportFailure
+from megatron_forest_trainer.controller.run_dir import RunDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -23,32 +25,43 @@ class Cleaner:
     """Cleans up after the steps of one run."""
 
     client: ControlClient
+    run: RunDirectory
     keep_captures: bool
     wait_for_checkpoint: bool
     """Keep a step's captures until `checkpoint_saved`."""
-    _waiting: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
-    _left_over: set[str] = field(default_factory=set)
+    _waiting: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    _left_over: set[int] = field(default_factory=set)
 
-    async def step_done(self, partition: str, attempts: Sequence[str]) -> None:
-        """The step was trained and recorded."""
+    async def step_done(self, step: int, attempts: Sequence[str]) -> None:
+        """The step was trained and recorded; these are all attempts that it opened."""
         if self.keep_captures:
             return
-        self._waiting.append((partition, tuple(attempts)))
+        self._waiting.append((step, tuple(attempts)))
         if not self.wait_for_checkpoint:
             await self.checkpoint_saved()
 
     async def checkpoint_saved(self) -> None:
         """No step so far will be repeated."""
         waiting, self._waiting = self._waiting, []
-        for partition, attempts in waiting:
-            await self._clean(partition, attempts)
+        for step, attempts in waiting:
+            if await self._delete(attempts):
+                await self._tear_down(step)
+            else:
+                self._left_over.add(step)
 
     async def run_done(self) -> None:
         """No write can arrive any more: tear down what was left over."""
-        for partition in sorted(self._left_over):
-            await self._tear_down(partition)
+        for step in sorted(self._left_over):
+            await self._tear_down(step)
 
-    async def _clean(self, partition: str, attempts: Sequence[str]) -> None:
+    async def recovered(self, abandoned: Sequence[str], uncleaned: Sequence[int]) -> None:
+        """An interrupted run goes on: give up attempts, and finish what it did not clean."""
+        await self._delete(abandoned)
+        if not self.keep_captures:
+            self._left_over |= set(uncleaned)
+
+    async def _delete(self, attempts: Sequence[str]) -> bool:
+        """Delete attempts; False where one of them, or a call of one, has to stay."""
         limit = asyncio.Semaphore(_PARALLEL)
 
         async def delete(attempt_id: str) -> bool:
@@ -59,16 +72,15 @@ class Cleaner:
                     logger.warning("attempt %s was not deleted: %s", attempt_id, error)
                     return False
 
-        clean = await asyncio.gather(*(delete(attempt_id) for attempt_id in attempts))
-        if all(clean):
-            await self._tear_down(partition)
-        else:
-            self._left_over.add(partition)
+        return all(await asyncio.gather(*(delete(attempt_id) for attempt_id in attempts)))
 
-    async def _tear_down(self, partition: str) -> None:
+    async def _tear_down(self, step: int) -> None:
+        partition = self.run.partition(step)
         try:
             await self.client.delete_partition(partition)
-            self._left_over.discard(partition)
         except (ControlError, TransportFailure) as error:
             logger.warning("partition %s was not removed: %s", partition, error)
-            self._left_over.add(partition)
+            self._left_over.add(step)
+        else:
+            self._left_over.discard(step)
+            journal.mark_cleaned(self.run.rollouts(step))

@@ -11,7 +11,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from forest_schema import Reason
 
@@ -19,7 +18,7 @@ from megatron_forest_trainer.controller.rollouts import (
     DroppedGroup,
     Group,
     GroupRequest,
-    RolloutObserver,
+    GroupRunner,
 )
 from megatron_forest_trainer.controller.tasks import TaskStream
 from megatron_forest_trainer.core.filters import group_problem, step_floor
@@ -29,14 +28,6 @@ class DropBudgetExceeded(RuntimeError):
     """More prompt groups were lost than the configuration permits."""
 
     reason = Reason.DROP_BUDGET_EXCEEDED
-
-
-class Runner(Protocol):
-    """What runs one prompt group."""
-
-    async def run(self, request: GroupRequest) -> Group | DroppedGroup:
-        """The complete group, or why it was dropped."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +49,6 @@ class DropPolicy:
     def floor(self) -> int:
         """Smallest number of groups to train on."""
         return step_floor(self.groups, self.min_step_batch_fraction)
-
-
-@dataclass
-class DropBudget:
-    """Losses of the run so far; saved with checkpoints."""
-
-    dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,19 +80,27 @@ class StepGroups:
 class StepCollector:
     """Collects the groups of steps; several steps may be collected at the same time."""
 
-    runner: Runner
+    runner: GroupRunner
     tasks: TaskStream
     policy: DropPolicy
-    observer: RolloutObserver
     partition: Callable[[int], str]
     """Partition of a step's attempts."""
-    budget: DropBudget = field(default_factory=DropBudget)
     next_position: int = 0
     """First task of the stream that no group has taken."""
+    taken: dict[str, int] = field(default_factory=dict)
+    """Tasks that groups of an interrupted run had taken: group id -> position."""
+    dropped_before: int = 0
+    """Groups that an interrupted run had lost."""
+    _lost: Counter[int] = field(default_factory=Counter)
+    """Groups lost, by step."""
+
+    def dropped_until(self, step: int) -> int:
+        """Groups that the steps up to `step` lost."""
+        return self.dropped_before + sum(n for s, n in self._lost.items() if s <= step)
 
     async def collect(self, step: int) -> StepGroups:
         """The step's groups. Raises `DropBudgetExceeded`, integrity errors and cancellation."""
-        self.observer.step_started(step)
+        self.runner.observer.step_started(step)
         numbers = itertools.count()
         running = {self._start(step, numbers): None for _ in range(self.policy.groups)}
         complete: list[Group] = []
@@ -131,20 +123,19 @@ class StepCollector:
                         self._lose(step, outcome, still_possible=len(complete) + len(running))
         finally:
             await _cancel(running)
-            self.observer.step_finished(step)
+            self.runner.observer.step_finished(step)
         complete.sort(key=lambda group: group.request.group_id)
         dropped.sort(key=lambda group: group.request.group_id)
         return StepGroups(tuple(complete), tuple(dropped), replacements)
 
     def _start(self, step: int, numbers: Iterator[int]) -> "asyncio.Task[Group | DroppedGroup]":
-        request = GroupRequest(
-            step=step,
-            group_id=f"step{step:06d}-g{next(numbers):04d}",
-            partition=self.partition(step),
-            task=self.tasks.at(self.next_position),
-        )
-        self.next_position += 1
-        return asyncio.create_task(self.runner.run(request), name=request.group_id)
+        group_id = f"step{step:06d}-g{next(numbers):04d}"
+        position = self.taken.pop(group_id, None)
+        if position is None:
+            position, self.next_position = self.next_position, self.next_position + 1
+            self.runner.book.begun(group_id, step=step, position=position)
+        request = GroupRequest(step, group_id, self.partition(step), self.tasks.at(position))
+        return asyncio.create_task(self.runner.run(request), name=group_id)
 
     def _judge(self, outcome: Group | DroppedGroup) -> Group | DroppedGroup:
         if isinstance(outcome, DroppedGroup):
@@ -160,7 +151,7 @@ class StepCollector:
             f"{dict(counts)}, e.g. {masked[0].detail}"
         )
         lost = DroppedGroup(outcome.request, reason, told, outcome.attempts)
-        self.observer.group_dropped(lost)
+        self.runner.observer.group_dropped(lost)
         return lost
 
     def _replaceable(self, group: DroppedGroup) -> bool:
@@ -172,12 +163,13 @@ class StepCollector:
         )
 
     def _lose(self, step: int, group: DroppedGroup, *, still_possible: int) -> None:
-        self.budget.dropped += 1
+        self._lost[step] += 1
+        dropped = self.dropped_before + self._lost.total()
         last = f"the last one was {group.request.group_id}: {group.reason}: {group.detail}"
         limit = self.policy.max_dropped_groups
-        if self.budget.dropped > limit:
+        if dropped > limit:
             raise DropBudgetExceeded(
-                f"step {step}: {self.budget.dropped} prompt groups of this run were dropped, "
+                f"step {step}: {dropped} prompt groups of this run were dropped, "
                 f"async_rl.rollout_failure.max_dropped_groups permits {limit}; {last}"
             )
         if still_possible < self.policy.floor:

@@ -22,6 +22,7 @@ from megatron_forest_trainer.controller import step as steps
 from megatron_forest_trainer.controller.cleanup import Cleaner
 from megatron_forest_trainer.controller.client import ControlClient
 from megatron_forest_trainer.controller.collect import StepCollector, StepGroups
+from megatron_forest_trainer.controller.recovery import Checkpoints, ControllerState
 from megatron_forest_trainer.controller.run_dir import RunDirectory, weight_version
 from megatron_forest_trainer.controller.worker import LearnerThread
 from megatron_forest_trainer.core.plan import BatchShape
@@ -46,6 +47,8 @@ class GrpoLoop:
     cleaner: Cleaner
     writer: RecordWriter
     shape: BatchShape
+    checkpoints: Checkpoints | None
+    """None where the run writes no checkpoints."""
     completed: int = 0
     """Optimizer steps that the learner's weights have behind them."""
     _collecting: dict[int, "asyncio.Task[StepGroups]"] = field(default_factory=dict)
@@ -63,7 +66,9 @@ class GrpoLoop:
                 record = await self.train(step, collected, started)
                 self.writer.write(record)
                 _tell(record, last)
-                await self.cleaner.step_done(self.run_directory.partition(step), collected.attempts)
+                await self.cleaner.step_done(step, collected.attempts)
+                if step % self.config.checkpointing.save_period == 0 or step == last:
+                    await self.save_checkpoint()
         finally:
             await self._stop_collecting()
         await self.cleaner.run_done()
@@ -119,6 +124,23 @@ class GrpoLoop:
                 f"{'paused' if state.paused else 'running'}"
             )
         await asyncio.to_thread(self.run_directory.prune_weights)
+
+    async def save_checkpoint(self) -> None:
+        """Write the state after the completed steps, if the run writes checkpoints."""
+        if self.checkpoints is None:
+            return
+        step = self.completed
+        await self.learner.save(await asyncio.to_thread(self.checkpoints.prepare, step))
+        state = ControllerState(
+            run_id=self.run_directory.run_id,
+            step=step,
+            forest_training=self.config.token_capture.forest_training,
+            row_multiple=self.shape.row_multiple,
+            dropped_groups=self.collector.dropped_until(step),
+            next_position=self.collector.next_position,
+        )
+        await asyncio.to_thread(self.checkpoints.complete, state)
+        await self.cleaner.checkpoint_saved()
 
     @property
     def _staleness(self) -> int:

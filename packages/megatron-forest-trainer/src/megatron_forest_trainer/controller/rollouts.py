@@ -13,7 +13,7 @@ import math
 import random
 import ssl
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ import openai
 from forest_schema import Reason, Receipt
 from forest_schema.control import OpenAttempt
 
+from megatron_forest_trainer.controller.book import Book
 from megatron_forest_trainer.controller.client import (
     ControlClient,
     ControlError,
@@ -139,30 +140,16 @@ class RolloutFailed(Exception):
         self.detail = detail
 
 
-class RolloutFinisher(Protocol):
-    """What becomes of a closed attempt. Blocking; integrity errors raise."""
-
-    def rollout(
-        self, receipt: Receipt, result: dict[str, Any], reward: float, *, step: int, position: int
-    ) -> Finalized:
-        """Verify and archive one rollout."""
-        ...
-
-    def group(
-        self, group_id: str, rollouts: Sequence[Finalized], *, step: int, position: int
-    ) -> None:
-        """Archive a complete group."""
-        ...
-
-
 @dataclass
 class GroupRunner:
     """Runs prompt groups against one server."""
 
     client: ControlClient
     settings: RolloutSettings
-    finisher: RolloutFinisher
+    book: Book
     observer: RolloutObserver
+    finished: dict[str, Rollout] = field(default_factory=dict)
+    """Rollouts of an interrupted run to use again, by id."""
     _slots: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -190,7 +177,7 @@ class GroupRunner:
             return dropped
         group = Group(request, tuple(task.result() for task in tasks))
         await asyncio.to_thread(
-            self.finisher.group,
+            self.book.group,
             request.group_id,
             [rollout.finalized for rollout in group.rollouts],
             step=request.step,
@@ -200,14 +187,20 @@ class GroupRunner:
 
     async def _rollout(self, request: GroupRequest, index: int, opened: list[str]) -> Rollout:
         rollout_id = f"{request.group_id}-r{index}"
+        finished = self.finished.pop(rollout_id, None)
+        if finished is not None:
+            opened.append(finished.receipt.attempt_id)
+            self.observer.rollout_finished(request, finished)
+            return finished
         async with self._slots:
             attempt_id, base_path = await self._open(request, rollout_id)
             opened.append(attempt_id)
+            self.book.opened(rollout_id, attempt_id, step=request.step)
             result = await self._episode(request, index, base_path)
             reward = _reward(result)
             receipt = await self._close(attempt_id)
         finalized = await asyncio.to_thread(
-            self.finisher.rollout,
+            self.book.rollout,
             receipt,
             result,
             reward,

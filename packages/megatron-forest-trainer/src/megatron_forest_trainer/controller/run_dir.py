@@ -22,6 +22,8 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_forest_trainer.logging_.records import RECORDS_FILE
+
 _VERSION = re.compile(r"step-(\d+)")
 
 KEPT_WEIGHTS = 2
@@ -43,6 +45,10 @@ def version_step(version: str) -> int | None:
     return int(match[1]) if match else None
 
 
+class RunExists(ValueError):
+    """The folder holds a run that this one would overwrite."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
     """Paths of one run."""
@@ -51,15 +57,27 @@ class RunDirectory:
     run_id: str
 
     @classmethod
-    def open(cls, root: Path) -> "RunDirectory":
-        """The run in `root`, made if there is none."""
+    def open(cls, root: Path, *, resume: bool) -> "RunDirectory":
+        """The run in `root`: the one that is there, or a new one.
+
+        Without `resume` a run that has trained a step is refused, and what an earlier start left
+        is cleared away. Raises `RunExists`.
+        """
         root.mkdir(parents=True, exist_ok=True)
         file = root / "run.json"
-        if file.is_file():
+        if file.is_file() and resume:
             run = msgspec.json.decode(file.read_bytes(), type=_RunFile)
-        else:
-            run = _RunFile(run_id=secrets.token_hex(4))
-            write_whole(file, msgspec.json.encode(run))
+            return cls(root.resolve(), run.run_id)
+        trained = (root / RECORDS_FILE).is_file() and (root / RECORDS_FILE).stat().st_size > 0
+        if trained:
+            raise RunExists(
+                f"logger.log_dir {root} holds a run that has trained; name another folder, or "
+                "continue it with checkpointing.enabled: true and checkpointing.resume: true"
+            )
+        for name in ("rollouts", "weights"):
+            shutil.rmtree(root / name, ignore_errors=True)
+        run = _RunFile(run_id=secrets.token_hex(4))
+        write_whole(file, msgspec.json.encode(run))
         return cls(root.resolve(), run.run_id)
 
     def partition(self, step: int) -> str:

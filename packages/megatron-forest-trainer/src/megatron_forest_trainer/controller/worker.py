@@ -5,6 +5,7 @@ the one before it has ended; the event loop stays free while a command runs, so 
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -121,7 +122,9 @@ class LearnerThread:
         """
         if self._channel is not None and not self._broken:
             channel = self._channel
-            await self._run(lambda: channel.send(Stop(error=error)))
+            # A rank that is gone cannot listen, and must not hide the error that ends the run.
+            with contextlib.suppress(RuntimeError):
+                await self._run(lambda: channel.send(Stop(error=error)))
         self._executor.shutdown(wait=not self._broken)
 
     async def _command(self, command: Command) -> Any:

@@ -1,4 +1,4 @@
-"""What happens to an attempt after it closed: verification and the archive.
+"""A run's book: the journal of what began, verification, and the archive of what finished.
 
 Guarantees: blocking, one rollout at a time per call, safe from several threads; a rollout is
 archived only after it was verified, and before its group is counted.
@@ -11,7 +11,7 @@ from typing import Any
 
 from forest_schema import Receipt
 
-from megatron_forest_trainer.controller import archive
+from megatron_forest_trainer.controller import archive, journal
 from megatron_forest_trainer.controller.run_dir import RunDirectory
 from megatron_forest_trainer.core.selection import SelectionPolicy
 from megatron_forest_trainer.core.types import DeltaReader, Finalized
@@ -19,8 +19,8 @@ from megatron_forest_trainer.finalize import OnEvidenceError, finalize_rollout
 
 
 @dataclass(frozen=True, slots=True)
-class Finisher:
-    """Verifies and archives the rollouts of a run."""
+class Book:
+    """Writes down, verifies and archives the rollouts of a run."""
 
     run: RunDirectory
     reader: DeltaReader
@@ -28,6 +28,14 @@ class Finisher:
     forest_training: bool
     on_evidence_error: OnEvidenceError
     row_multiple: int
+
+    def begun(self, group_id: str, *, step: int, position: int) -> None:
+        """Write down that a group took the task at `position`."""
+        journal.append(self._folder(step), journal.GroupBegun(group_id, position))
+
+    def opened(self, rollout_id: str, attempt_id: str, *, step: int) -> None:
+        """Write down that a rollout opened an attempt."""
+        journal.append(self._folder(step), journal.AttemptOpened(rollout_id, attempt_id))
 
     def rollout(
         self, receipt: Receipt, result: dict[str, Any], reward: float, *, step: int, position: int

@@ -1,0 +1,72 @@
+"""What a step has begun: which task each prompt group took, and which attempts it opened.
+
+Guarantees: a group's task is written down before its first attempt opens, an attempt right after it
+opened; a torn last line is ignored. After a kill the journal and the archive together say what was
+begun and what was finished, so that no prompt is skipped or used twice and no attempt is forgotten.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+JOURNAL_FILE = "journal.jsonl"
+CLEANED_FILE = "cleaned"
+
+
+class GroupBegun(msgspec.Struct, frozen=True, tag="group"):
+    """A prompt group took a task."""
+
+    group_id: str
+    position: int
+
+
+class AttemptOpened(msgspec.Struct, frozen=True, tag="attempt"):
+    """A rollout opened an attempt."""
+
+    rollout_id: str
+    attempt_id: str
+
+
+Entry = GroupBegun | AttemptOpened
+
+_ENCODER = msgspec.json.Encoder()
+_DECODER: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
+
+
+def append(folder: Path, entry: Entry) -> None:
+    """Add an entry to the journal of the step in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / JOURNAL_FILE).open("ab") as file:
+        file.write(_ENCODER.encode(entry) + b"\n")
+
+
+def read(folder: Path) -> Iterator[Entry]:
+    """Entries of the step in `folder`, oldest first."""
+    path = folder / JOURNAL_FILE
+    if not path.is_file():
+        return
+    for line in path.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            yield _DECODER.decode(line)
+
+
+def positions(folder: Path) -> dict[str, int]:
+    """Group id -> position of its task."""
+    return {e.group_id: e.position for e in read(folder) if isinstance(e, GroupBegun)}
+
+
+def attempts(folder: Path) -> dict[str, str]:
+    """Attempt id -> rollout id, for every attempt that the step opened."""
+    return {e.attempt_id: e.rollout_id for e in read(folder) if isinstance(e, AttemptOpened)}
+
+
+def mark_cleaned(folder: Path) -> None:
+    """The step's captures are gone from the server."""
+    if folder.is_dir():
+        (folder / CLEANED_FILE).touch()
+
+
+def is_cleaned(folder: Path) -> bool:
+    """The step's captures are gone from the server."""
+    return (folder / CLEANED_FILE).exists()
