@@ -11,12 +11,13 @@ reasoning, assistant message and function-call items form one turn, as vLLM conv
 is kept beside an item's fingerprint, because a client may send it back or leave it out.
 """
 
+import abc
 import base64
 import binascii
 import decimal
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,16 +80,9 @@ class SourceHistory:
     digests: tuple[str, ...] = field(repr=False)
     """`digests[k]` covers the first k items; `[0]` is `EMPTY_CHAIN`."""
     equivalence_digests: tuple[str, ...] = field(repr=False)
-
-    @classmethod
-    def of(cls, items: Iterable[SourceItem]) -> "SourceHistory":
-        """Chain the digests of `items`."""
-        listed = tuple(items)
-        strict, loose = [EMPTY_CHAIN], [EMPTY_CHAIN]
-        for item in listed:
-            strict.append(source_digest(strict[-1], item.fingerprint))
-            loose.append(source_digest(loose[-1], item.equivalence_fingerprint))
-        return cls(listed, tuple(strict), tuple(loose))
+    call_numbers: Mapping[str, int] = field(repr=False, default_factory=dict)
+    """Tool-call id -> number of the newest call with this id; calls are numbered from 1."""
+    call_count: int = 0
 
     def reasoning(self, start: int, stop: int) -> tuple[tuple[int, str], ...]:
         """(item index, fingerprint) of the reasoning in items `[start, stop)`."""
@@ -99,34 +93,51 @@ class SourceHistory:
         )
 
 
+_EMPTY_HISTORY = SourceHistory((), (EMPTY_CHAIN,), (EMPTY_CHAIN,))
+
+
 def normalize_chat(messages: Sequence[Mapping[str, Any]]) -> SourceHistory:
     """Source history of a Chat Completions `messages` list. Raises `ItemError`."""
-    return SourceHistory.of(_ChatReader().read(messages))
+    reader = _ChatReader()
+    return _chained(_EMPTY_HISTORY, reader.read(messages), reader)
 
 
 def normalize_responses(
     request_input: str | Sequence[Mapping[str, Any]], instructions: str | None = None
 ) -> SourceHistory:
     """Source history of a Responses `input` with its `instructions`. Raises `ItemError`."""
-    return SourceHistory.of(_ResponsesReader().read(request_input, instructions))
+    reader = _ResponsesReader()
+    return _chained(_EMPTY_HISTORY, reader.read(request_input, instructions), reader)
 
 
 def extend(
-    history: SourceHistory,
-    messages: Sequence[Mapping[str, Any]] | str,
-    output: Sequence[Mapping[str, Any]],
-    *,
-    api: str,
+    history: SourceHistory, output: Sequence[Mapping[str, Any]], *, api: str
 ) -> SourceHistory:
-    """`history` with the generated turn `output` behind it.
+    """`history` with the generated turn `output` behind it, as the next request would show it.
 
     `api` is `chat` (`output` holds one assistant message) or `responses` (`output` holds the
-    response's items); `messages` is what `history` was made of, which numbers the tool calls.
+    response's items). Only the new items are read.
     """
-    reader = _ChatReader() if api == "chat" else _ResponsesReader()
-    reader.calls.update(_call_numbers(messages, api))
-    items = reader.read(output) if api == "chat" else reader.read(output, None)  # type: ignore[call-arg]
-    return SourceHistory.of((*history.items, *items))
+    reader = _reader(api)
+    reader.numbers.update(history.call_numbers)
+    reader.count = history.call_count
+    return _chained(history, reader.read(output), reader)
+
+
+def _chained(
+    history: SourceHistory, items: Sequence[SourceItem], reader: "_Reader"
+) -> SourceHistory:
+    strict, loose = [history.digests[-1]], [history.equivalence_digests[-1]]
+    for item in items:
+        strict.append(source_digest(strict[-1], item.fingerprint))
+        loose.append(source_digest(loose[-1], item.equivalence_fingerprint))
+    return SourceHistory(
+        (*history.items, *items),
+        (*history.digests, *strict[1:]),
+        (*history.equivalence_digests, *loose[1:]),
+        reader.numbers,
+        reader.count,
+    )
 
 
 def generated_turn(output: Sequence[Mapping[str, Any]], *, api: str) -> SourceItem:
@@ -136,8 +147,7 @@ def generated_turn(output: Sequence[Mapping[str, Any]], *, api: str) -> SourceIt
     Tool calls are numbered from 1 inside the turn, whatever came before it. Raises `ItemError`
     for anything but one assistant turn.
     """
-    reader = _ChatReader() if api == "chat" else _ResponsesReader()
-    items = reader.read(output) if api == "chat" else reader.read(output, None)  # type: ignore[call-arg]
+    items = _reader(api).read(output)
     if len(items) != 1 or items[0].role != "assistant":
         raise ItemError(Reason.MALFORMED_REQUEST, "output", "must be one assistant turn")
     return items[0]
@@ -358,30 +368,40 @@ def _extras(message: Mapping[str, Any], known: frozenset[str]) -> list[Any]:
     ]
 
 
-class _Reader:
+class _Reader(abc.ABC):
     """Numbers tool calls by order of appearance."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, int] = {}
+        self.numbers: dict[str, int] = {}
+        self.count = 0
+
+    @abc.abstractmethod
+    def read(self, source: Any) -> list[SourceItem]:
+        """Items of a request's or an output's entries."""
 
     def number(self, native_id: Any, param: str) -> int:
         if not isinstance(native_id, str):
             raise ItemError(Reason.MALFORMED_REQUEST, param, "must be a string")
+        self.count += 1
         # A repeated id names the newest call, as it does for the template.
-        self.calls[native_id] = number = self._next = getattr(self, "_next", len(self.calls)) + 1
-        return number
+        self.numbers[native_id] = self.count
+        return self.count
 
     def reference(self, native_id: Any, param: str) -> Any:
         if not isinstance(native_id, str):
             raise ItemError(Reason.MALFORMED_REQUEST, param, "must be a string")
-        return self.calls.get(native_id, f"unpaired:{native_id}")
+        return self.numbers.get(native_id, f"unpaired:{native_id}")
+
+
+def _reader(api: str) -> _Reader:
+    return _ChatReader() if api == "chat" else _ResponsesReader()
 
 
 class _ChatReader(_Reader):
-    def read(self, messages: Sequence[Mapping[str, Any]]) -> list[SourceItem]:
-        if isinstance(messages, str) or not isinstance(messages, _SEQUENCE):
+    def read(self, source: Any) -> list[SourceItem]:
+        if isinstance(source, str) or not isinstance(source, _SEQUENCE):
             raise ItemError(Reason.MALFORMED_REQUEST, "messages", "must be a list")
-        return [self._message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+        return [self._message(m, f"messages[{i}]") for i, m in enumerate(source)]
 
     def _message(self, message: Mapping[str, Any], param: str) -> SourceItem:
         if not isinstance(message, _MAPPING):
@@ -431,19 +451,17 @@ def _call(function: Mapping[str, Any], number: int, param: str) -> list[Any]:
 
 
 class _ResponsesReader(_Reader):
-    def read(
-        self, request_input: str | Sequence[Mapping[str, Any]], instructions: str | None
-    ) -> list[SourceItem]:
+    def read(self, source: Any, instructions: str | None = None) -> list[SourceItem]:
         items: list[SourceItem] = []
         if instructions:
             items.append(_plain("system", [instructions, []]))
-        if isinstance(request_input, str):
-            items.append(_plain("user", [request_input, []]))
+        if isinstance(source, str):
+            items.append(_plain("user", [source, []]))
             return items
-        if not isinstance(request_input, _SEQUENCE):
+        if not isinstance(source, _SEQUENCE):
             raise ItemError(Reason.MALFORMED_REQUEST, "input", "must be a string or a list")
         turn: _Turn | None = None
-        for i, entry in enumerate(request_input):
+        for i, entry in enumerate(source):
             param = f"input[{i}]"
             if not isinstance(entry, _MAPPING):
                 raise ItemError(Reason.MALFORMED_REQUEST, param, "must be an object")
@@ -502,14 +520,3 @@ def _reasoning_text(entry: Mapping[str, Any], param: str) -> str:
                 _string(part, "text", f"{param}.{key}[{i}]") for i, part in enumerate(parts)
             )
     return ""
-
-
-def _call_numbers(messages: Sequence[Mapping[str, Any]] | str, api: str) -> dict[str, int]:
-    if isinstance(messages, str):
-        return {}
-    reader = _ChatReader() if api == "chat" else _ResponsesReader()
-    if api == "chat":
-        reader.read(messages)  # type: ignore[call-arg]
-    else:
-        reader.read(messages, None)  # type: ignore[call-arg]
-    return reader.calls

@@ -41,11 +41,9 @@ def build_delta(call: Call) -> dict[str, Any]:
     }
 
 
-def replay_summary(
-    call: Call, source: Sequence[Mapping[str, Any]] | str, answer: Answer
-) -> ReplaySummary:
+def replay_summary(call: Call, answer: Answer) -> ReplaySummary:
     """What a later request is compared with: the request's items and the generated turn."""
-    history = extend(call.history, source, answer.output, api=call.api)
+    history = extend(call.history, answer.output, api=call.api)
     count = len(history.items)
     inherited = (
         call.predecessor.parent.replay.source_item_count if call.predecessor is not None else 0

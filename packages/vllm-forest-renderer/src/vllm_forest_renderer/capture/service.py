@@ -8,7 +8,7 @@ failure. A caller that goes away does not stop a finished generation from being 
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from forest_schema.items import SourceHistory
@@ -90,15 +90,12 @@ class CaptureService:
         call.started_at, call.partition = intent.started_at, intent.partition
         call.admitted.set()
 
-    async def complete(
-        self, call: Call, source: Sequence[Mapping[str, Any]] | str, answer: Answer
-    ) -> CallRecord:
+    async def complete(self, call: Call, answer: Answer) -> CallRecord:
         """Stage the delta and commit the record; both are durable on return.
 
-        `source` is what the request's history was normalised from. Raises `ForestError` after
-        recording the failure.
+        Raises `ForestError` after recording the failure.
         """
-        task = asyncio.create_task(self._complete(call, source, answer))
+        task = asyncio.create_task(self._complete(call, answer))
         self._keep(task)
         try:
             return await asyncio.shield(task)
@@ -107,16 +104,14 @@ class CaptureService:
             self._keep(asyncio.create_task(self._note_absence(call, task)))
             raise
 
-    async def _complete(
-        self, call: Call, source: Sequence[Mapping[str, Any]] | str, answer: Answer
-    ) -> CallRecord:
+    async def _complete(self, call: Call, answer: Answer) -> CallRecord:
         assert call.call_id is not None
         assert call.generation is not None
         assert call.sampling is not None
         try:
             call.generation.check(call.prompt_tokens or ())
             spans = call.generation.weight_spans(self._control.counted_version)
-            replay = replay_summary(call, source, answer)
+            replay = replay_summary(call, answer)
             delta = build_delta(call)
             ref = await self._sink.put(call.partition, call.call_id, delta)
             record = build_record(

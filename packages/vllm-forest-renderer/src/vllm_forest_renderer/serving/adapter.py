@@ -4,7 +4,7 @@ Guarantees: an adapter has no state of its own and writes nothing; the exchange 
 same for every API.
 """
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,8 +17,6 @@ from vllm_forest_renderer.capture.record import Answer
 from vllm_forest_renderer.errors import ForestError
 from vllm_forest_renderer.serving.answers import Failure
 
-Source = Sequence[Mapping[str, Any]] | str
-
 _SHOWN_ERRORS = 4
 """Validation errors quoted in an answer; a union yields one per alternative."""
 
@@ -27,8 +25,6 @@ _SHOWN_ERRORS = 4
 class Prepared:
     """A request that is not refused on sight."""
 
-    source: Source
-    """What the history was normalised from."""
     history: SourceHistory
     request: Any
     """vLLM's request object."""

@@ -41,7 +41,6 @@ class ChatAdapter:
         if not streaming:
             request |= {"stream": False, "stream_options": None}
         return Prepared(
-            source=messages,
             history=normalised(normalize_chat, messages),
             request=parsed(compat.ChatCompletionRequest, request),
             model=body.get("model") or self._default_model,

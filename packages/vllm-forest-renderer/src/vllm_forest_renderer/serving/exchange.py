@@ -100,14 +100,14 @@ class CapturedApi:
         if isinstance(response, compat.ErrorResponse):
             await self._record_upstream(call, response)
             raise Ended(self._upstream(call, response))
-        await self._guarded(call, self._complete(call, prepared, response))
+        await self._guarded(call, self._complete(call, response))
         return response
 
-    async def _complete(self, call: Call, prepared: Prepared, response: Any) -> None:
+    async def _complete(self, call: Call, response: Any) -> None:
         assert call.call_id is not None
         assert call.generation is not None
         answer = self._adapter.answer(response, call.call_id, call.generation.finish_reason)
-        await self._service.complete(call, prepared.source, answer)
+        await self._service.complete(call, answer)
 
     async def _record_upstream(self, call: Call, response: Any) -> None:
         """vLLM answered with an error; it turns a cancelled generation into one too."""
@@ -181,7 +181,7 @@ class CapturedApi:
         assert live is not None
         events: asyncio.Queue[str | None] = asyncio.Queue()
         # A task of its own: a client that goes away cancels it once, and it unwinds in peace.
-        pump = asyncio.create_task(self._pump(call, prepared, live, chunks, events))
+        pump = asyncio.create_task(self._pump(call, live, chunks, events))
 
         async def flowing() -> AsyncIterator[str]:
             try:
@@ -195,7 +195,6 @@ class CapturedApi:
     async def _pump(
         self,
         call: Call,
-        prepared: Prepared,
         live: LiveStream,
         chunks: Any,
         events: "asyncio.Queue[str | None]",
@@ -203,7 +202,7 @@ class CapturedApi:
         try:
             async for event in live.passing():
                 events.put_nowait(event)
-            await self._service.complete(call, prepared.source, live.answer())
+            await self._service.complete(call, live.answer())
             for event in live.held():
                 events.put_nowait(event)
         except asyncio.CancelledError as error:

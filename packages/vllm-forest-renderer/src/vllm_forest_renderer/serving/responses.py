@@ -44,7 +44,6 @@ class ResponsesAdapter:
         copied = source if isinstance(source, str) else [dict(item) for item in source]
         request = {**body, "input": copied, "stream": False, "store": False}
         return Prepared(
-            source=source,
             history=normalised(normalize_responses, source, instructions),
             request=parsed(compat.ResponsesRequest, request),
             model=body.get("model") or self._default_model,
