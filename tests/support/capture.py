@@ -3,6 +3,7 @@
 The calls carry random tokens and exactly the coordinates that the serving side computes.
 """
 
+import asyncio
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +129,13 @@ class Capture:
     ) -> CallRecord:
         """A whole call: admitted, staged, committed."""
         return await self.finish(attempt_id, await self.admit(attempt_id), parent, **changes)
+
+    async def settled(self, partition: str = PARTITION) -> list[str]:
+        """`files` after the deletions that run behind a close."""
+        while self.ledger._background:
+            await asyncio.wait(self.ledger._background)
+            await asyncio.sleep(0)  # let the finished ones be forgotten
+        return self.files(partition)
 
     def files(self, partition: str = PARTITION) -> list[str]:
         """Names in the partition's folder."""

@@ -77,7 +77,7 @@ async def test_a_capture_after_the_seal_is_isolated(capture):
     assert capture.ledger.calls(await capture.attempt()) == ()
     report = await capture.ledger.cleanup(attempt)
     assert report.kept_pending == (late.call_id,)
-    assert len(capture.files()) == 1  # the late delta, until the partition goes
+    assert len(await capture.settled()) == 1  # the late delta, until the partition goes
     await capture.ledger.cleanup_partition(PARTITION)
     assert capture.files() == []
 
@@ -101,7 +101,7 @@ async def test_closing_seals_the_deltas_into_one_shard(capture):
     for call in others:  # what another attempt shares a shard with stays readable
         await capture.sink.get(call.delta)
     await capture.ledger.close(other, 1.0)
-    assert len(capture.files()) == 2
+    assert len(await capture.settled()) == 2
 
 
 async def test_one_call_in_a_shard_of_its_own_is_sealed_already(capture):
@@ -109,7 +109,7 @@ async def test_one_call_in_a_shard_of_its_own_is_sealed_already(capture):
     call = await capture.call(attempt)
     receipt = await capture.ledger.close(attempt, 1.0)
     assert receipt.calls == (call,)
-    assert len(capture.files()) == 1
+    assert len(await capture.settled()) == 1
 
 
 @pytest.mark.requirement("I7")
@@ -243,5 +243,5 @@ async def test_two_handles_close_one_attempt(capture):
         assert first == second
         for call in first.calls:
             await other.sink.get(call.delta)
-    assert len(capture.files()) == 5
+    assert len(await capture.settled()) == 5
     await other.shutdown()

@@ -143,7 +143,7 @@ async def test_a_seal_that_a_crash_interrupted_is_finished_without_copies(tmp_pa
     for call in receipt.calls + (await restarted.ledger.receipt(bystander)).calls:
         await restarted.sink.get(call.delta)
     assert len(kept) == 4
-    assert len(restarted.files()) == 2
+    assert len(await restarted.settled()) == 2
     await restarted.shutdown()
 
 
@@ -157,7 +157,7 @@ async def test_cleanup_of_an_interrupted_seal_removes_the_copies_too(tmp_path):
     restarted = await Capture.open(tmp_path)
     report = await restarted.ledger.cleanup(attempt)
     assert report.removed_calls == 3
-    assert restarted.files() == []
+    assert await restarted.settled() == []
     await restarted.shutdown()
 
 
@@ -168,6 +168,7 @@ async def test_deltas_that_a_crash_left_as_garbage_go_at_the_next_start(tmp_path
     folder, copy = tmp_path / "store" / PARTITION, tmp_path / "copy"
     shutil.copytree(folder, copy)
     await capture.ledger.close(attempt, 0.0)
+    await capture.settled()
     for call in calls:  # the swap is durable, the deletion is not
         shutil.copy(copy / f"{call.delta.shard}.safetensors", folder)
         _run_sql(
@@ -179,7 +180,7 @@ async def test_deltas_that_a_crash_left_as_garbage_go_at_the_next_start(tmp_path
         )
     await capture.shutdown()
     restarted = await Capture.open(tmp_path)
-    assert len(restarted.files()) == 1
+    assert len(await restarted.settled()) == 1
     for call in (await restarted.ledger.receipt(attempt)).calls:
         await restarted.sink.get(call.delta)
     await restarted.shutdown()
@@ -253,6 +254,6 @@ async def test_processes_of_one_host_share_ledger_and_shards(capture):
     assert {c.call_id for c in calls} == served
     receipt = await capture.ledger.close(attempt, 1.0)
     assert [c.order for c in receipt.calls] == list(range(200))
-    assert len(capture.files()) == 1
+    assert len(await capture.settled()) == 1
     for call in receipt.calls:
         await capture.sink.get(call.delta)

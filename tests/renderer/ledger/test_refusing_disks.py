@@ -104,10 +104,10 @@ async def test_sealing_on_a_full_disk_keeps_every_delta_and_can_be_repeated(capt
                 await capture.ledger.close(attempt, 0.0)
     for call in calls:
         await capture.sink.get(call.delta)
-    assert len(capture.files()) == 8
+    assert len(await capture.settled()) == 8
     receipt = await capture.ledger.close(attempt, 0.0)
     assert [c.call_id for c in receipt.calls] == [c.call_id for c in calls]
-    assert len(capture.files()) == 1
+    assert len(await capture.settled()) == 1
 
 
 async def test_a_seal_whose_ledger_commit_fails_keeps_both_copies_until_it_succeeds(capture):
@@ -125,12 +125,12 @@ async def test_a_seal_whose_ledger_commit_fails_keeps_both_copies_until_it_succe
     with largest_file(1 << 30), pytest.raises(StoreUnavailable):
         await capture.ledger.close(attempt, 0.0)
     capture.sink.seal = seal
-    assert len(capture.files()) == 5
+    assert len(await capture.settled()) == 5
     for call in calls:
         await capture.sink.get(call.delta)
     receipt = await capture.ledger.close(attempt, 0.0)
     assert len({call.delta.shard for call in receipt.calls}) == 1
-    assert len(capture.files()) == 1
+    assert len(await capture.settled()) == 1
     for call in receipt.calls:
         await capture.sink.get(call.delta)
 

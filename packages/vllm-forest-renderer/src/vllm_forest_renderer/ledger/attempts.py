@@ -52,8 +52,8 @@ class Deletion(NamedTuple):
     partition: str
     resumed: bool
     """A sealing had not finished, and may have left copies in the store."""
-    removed: tuple[str, ...]
-    """Committed calls."""
+    removed: tuple[TensorRef, ...]
+    """Deltas of the committed calls, garbage from here on; their keys are the calls."""
     kept_pending: tuple[str, ...]
     """Pending calls, and failed ones without a committed capture."""
 
@@ -185,11 +185,11 @@ def delete_attempt(
     attempt = read_attempt(connection, attempt_id)
     if attempt.sealer not in (None, deleter) and owner_lives(connection, attempt.sealer):
         return None
-    add_garbage(connection, committed_deltas(connection, attempt_id))
-    removed = connection.execute(
-        "DELETE FROM calls WHERE attempt_id = ? AND state = 'committed' RETURNING call_id",
-        (attempt_id,),
-    ).fetchall()
+    removed = committed_deltas(connection, attempt_id)
+    add_garbage(connection, removed)
+    connection.execute(
+        "DELETE FROM calls WHERE attempt_id = ? AND state = 'committed'", (attempt_id,)
+    )
     kept = connection.execute(
         "SELECT call_id FROM calls WHERE attempt_id = ? ORDER BY capture_order", (attempt_id,)
     ).fetchall()
@@ -201,7 +201,7 @@ def delete_attempt(
     return Deletion(
         partition=attempt.partition,
         resumed=attempt.state == "sealing",
-        removed=tuple(call_id for (call_id,) in removed),
+        removed=removed,
         kept_pending=tuple(call_id for (call_id,) in kept),
     )
 

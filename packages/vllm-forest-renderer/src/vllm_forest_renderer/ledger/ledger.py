@@ -12,7 +12,7 @@ import logging
 import sqlite3
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Self, TypeVar
@@ -64,6 +64,7 @@ class Ledger:
         self._cache: OrderedDict[str, _Committed] = OrderedDict()
         self._closing: dict[str, asyncio.Task[Receipt]] = {}
         self._deadlines: dict[str, float] = {}
+        self._background: set[asyncio.Task[int]] = set()
 
     @classmethod
     async def open(cls, path: Path, sink: DeltaSink) -> Self:
@@ -78,11 +79,15 @@ class Ledger:
         )
         ledger = cls(writer, path, sink, owner)
         await ledger._fail_lost_calls()
-        await ledger._collect_garbage()
+        with ledger._reader.snapshot() as db:
+            garbage = attempts.read_garbage(db)
+        ledger._discard_in_background(garbage)
         return ledger
 
     async def shutdown(self) -> None:
-        """Make what was submitted durable and close the file."""
+        """Finish what was begun, make it durable and close the file."""
+        if self._background:
+            await asyncio.wait(self._background)
         with contextlib.suppress(StoreUnavailable):
             await self._write(lambda db: owners.end_owner(db, self._owner))
         await asyncio.to_thread(self._writer.stop)
@@ -212,10 +217,11 @@ class Ledger:
         )
         self._cache.pop(attempt_id, None)
         if deletion.resumed:
-            await self._delete_copies(deletion.partition, dict.fromkeys(deletion.removed))
+            current = dict.fromkeys(ref.key for ref in deletion.removed)
+            await self._delete_copies(deletion.partition, current)
         return CleanupReport(
             removed_calls=len(deletion.removed),
-            removed_shards=await self._collect_garbage(),
+            removed_shards=await self._discard(deletion.removed),
             kept_pending=deletion.kept_pending,
         )
 
@@ -271,7 +277,7 @@ class Ledger:
             raise
         if plan.resumed:
             await self._delete_copies(partition, {ref.key: ref for ref in sealed})
-        await self._collect_garbage()
+        self._discard_in_background([old for old, new in replaced if old != new])
 
     async def _delete_copies(self, partition: str, current: Mapping[str, TensorRef | None]) -> None:
         """Delete what the store holds of the calls in `current` beside the given references."""
@@ -281,16 +287,22 @@ class Ledger:
                 [ref for ref in stored if ref.key in current and ref != current[ref.key]]
             )
 
-    async def _collect_garbage(self) -> int:
-        """Let the store give up what no call refers to; returns the number of removed shards."""
+    async def _discard(self, garbage: Sequence[TensorRef]) -> int:
+        """Let the store give up garbage; returns the number of removed shards.
+
+        What fails stays noted as garbage and is tried again at the next start.
+        """
         removed = 0
         with self._tolerating():
-            with self._reader.snapshot() as db:
-                garbage = attempts.read_garbage(db)
-            if garbage:
-                removed = await self._sink.delete(garbage)
-                await self._write(lambda db: attempts.forget_garbage(db, garbage))
+            removed = await self._sink.delete(garbage)
+            await self._write(lambda db: attempts.forget_garbage(db, garbage))
         return removed
+
+    def _discard_in_background(self, garbage: Sequence[TensorRef]) -> None:
+        if garbage:
+            task = asyncio.create_task(self._discard(garbage))
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
 
     async def _fail_lost_calls(self) -> None:
         lost = await self._write(owners.fail_lost_calls)
@@ -343,7 +355,7 @@ class Ledger:
         try:
             yield
         except (StoreUnavailable, ShardError):
-            _log.exception("unreferenced deltas stay until the next cleanup or the partition goes")
+            _log.exception("unreferenced deltas stay until the next start or teardown")
 
     def _read_receipt(self, attempt_id: str) -> Receipt:
         with self._receipt_reader.snapshot() as db:

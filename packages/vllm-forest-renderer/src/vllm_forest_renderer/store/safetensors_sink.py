@@ -82,7 +82,10 @@ class SafetensorsSink:
         self._writer: GroupCommitter[_Put] = GroupCommitter(
             self._commit, name="forest-store-writer", max_batch=_MAX_BATCH, metrics=metrics.STORE
         )
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="forest-store")
+        # Reads and seals never wait behind deletions, which nobody waits for.
+        self._readers = ThreadPoolExecutor(4, thread_name_prefix="forest-store-read")
+        self._sealers = ThreadPoolExecutor(2, thread_name_prefix="forest-store-seal")
+        self._removers = ThreadPoolExecutor(1, thread_name_prefix="forest-store-remove")
 
     @property
     def store_id(self) -> str:
@@ -96,7 +99,7 @@ class SafetensorsSink:
 
     async def prepare(self, partition: str) -> None:
         """Create the partition's folder durably."""
-        await self._in_pool(make_folder, self._folder(partition))
+        await self._run(self._readers, make_folder, self._folder(partition))
 
     async def put(self, partition: str, key: str, delta: Delta) -> TensorRef:
         """Store `delta`: int32 `tokens` `[delta_len]`, float32 `logprobs` `[generated_len]`, more.
@@ -113,35 +116,38 @@ class SafetensorsSink:
 
     async def get(self, ref: TensorRef) -> Delta:
         """Read-only views into the mapped shard."""
-        return await self._in_pool(self._index.read, ref)
+        return await self._run(self._readers, self._index.read, ref)
 
     async def acknowledgement(self, ref: TensorRef) -> Acknowledgement:
         """From memory for a recent `put`, else from the verified shard."""
         recent = self._recent.get(ref)
-        return recent if recent is not None else await self._in_pool(self._acknowledge, ref)
+        if recent is not None:
+            return recent
+        return await self._run(self._readers, self._acknowledge, ref)
 
     async def list(self, partition: str) -> tuple[TensorRef, ...]:
         """From the headers of the partition's shards."""
-        return await self._in_pool(self._index.list, check_partition(partition))
+        return await self._run(self._readers, self._index.list, check_partition(partition))
 
     async def seal(self, partition: str, refs: Sequence[TensorRef]) -> tuple[TensorRef, ...]:
         """Copy the deltas into one shard of their own, unless they have one."""
-        return await self._in_pool(self._seal, check_partition(partition), tuple(refs))
+        return await self._run(self._sealers, self._seal, check_partition(partition), tuple(refs))
 
     async def delete(self, refs: Sequence[TensorRef]) -> int:
         """Drop deltas; a shard without any left is removed."""
-        return await self._in_pool(self._index.delete, tuple(refs))
+        return await self._run(self._removers, self._index.delete, tuple(refs))
 
     async def drop_partition(self, partition: str) -> int:
         """Remove the partition's folder."""
-        removed = await self._in_pool(remove_folder, self._folder(partition))
+        removed = await self._run(self._removers, remove_folder, self._folder(partition))
         self._index.forget_partition(partition)
         return removed
 
     async def shutdown(self) -> None:
         """Write what was submitted, then stop the threads."""
         await asyncio.to_thread(self._writer.stop)
-        self._pool.shutdown()
+        for pool in (self._readers, self._sealers, self._removers):
+            pool.shutdown()
 
     def shard_path(self, partition: str, shard: str) -> Path | None:
         """File of a finished shard; None where there is none."""
@@ -151,9 +157,11 @@ class SafetensorsSink:
     def _folder(self, partition: str) -> Path:
         return self._root / check_partition(partition)
 
-    async def _in_pool(self, function: Callable[..., T], *arguments: object) -> T:
+    async def _run(
+        self, pool: ThreadPoolExecutor, function: Callable[..., T], *arguments: object
+    ) -> T:
         try:
-            future = self._pool.submit(function, *arguments)
+            future = pool.submit(function, *arguments)
         except RuntimeError as error:
             raise StoreUnavailable("the delta store is shut down") from error
         with refusing("delta store"):
