@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from megatron_forest_trainer.controller import archive
 from megatron_forest_trainer.logging_.records import read_records
 
 from tests.support.byte_model import make_byte_model
@@ -49,3 +50,34 @@ def test_two_steps_of_training_end_to_end(
     assert [record["weight_version"] for record in records] == ["step-1", "step-2"]
     # Two more steps would go on from the newest weights; the initial ones are gone.
     assert sorted(p.name for p in (tmp_path / "out" / "weights").iterdir()) == ["step-1", "step-2"]
+
+
+@pytest.mark.requirement("C23")
+def test_rollouts_overlap_training_within_the_permitted_staleness(
+    engine: EngineServer, model: Path, token_file: Path, tmp_path: Path
+) -> None:
+    config = write_config(
+        tmp_path,
+        url=engine.url,
+        token_file=token_file,
+        model=model,
+        async_rl={"enabled": True, "max_staleness": 1},
+        loss_fn={
+            "use_importance_sampling_correction": True,
+            "truncated_importance_sampling_ratio": 2.0,
+        },
+        grpo={"max_num_steps": 4},
+    )
+    run = train(config)
+    assert run.returncode == 0, run.stderr
+    records = read_records(tmp_path / "out")
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    lags = [record["staleness/max"] for record in records]
+    # The first step has nothing to overlap with; later ones were begun a step before.
+    assert lags[0] == 0
+    assert set(lags[1:]) == {1}
+    assert all(record["importance_weight"] > 0 for record in records)  # type: ignore[operator]
+    for step in (2, 3, 4):
+        for rollout in archive.read_rollouts(tmp_path / "out" / "rollouts" / f"step{step:06d}"):
+            versions = {s.version for c in rollout.receipt.calls for s in c.weight_spans}
+            assert versions <= {f"step-{step - 2}", f"step-{step - 1}"}

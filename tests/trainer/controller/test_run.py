@@ -1,5 +1,7 @@
 """Whole training processes against scripted generations: what stops a run, and how."""
 
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +14,10 @@ from megatron_forest_trainer.logging_.records import read_records
 
 from tests.support.byte_model import make_byte_model
 from tests.support.distributed import RankError, run_ranks
+from tests.support.engine import wait_until
+from tests.support.models import REPOSITORY
 from tests.support.scripted_server import ScriptedServer
-from tests.trainer.controller.training import train, write_config
+from tests.trainer.controller.training import command, environment, train, write_config
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +114,26 @@ def test_a_dropped_budget_ends_the_run_with_the_cause(
     assert run.returncode == 1
     assert "max_dropped_groups permits 0" in run.stderr
     assert "KeyError: 'scripted bug'" in run.stderr
+
+
+@pytest.mark.requirement("I14")
+def test_an_interrupted_run_ends_at_once(
+    server: ScriptedServer, model: Path, tmp_path: Path
+) -> None:
+    config = config_of(server, model, tmp_path)
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"last": "wait"}\n' * 4)
+    running = subprocess.Popen(
+        command(config), cwd=REPOSITORY, env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    try:
+        wait_until(lambda: server.open_now == 4, 120)
+        running.send_signal(signal.SIGINT)
+        _, told = running.communicate(timeout=30)
+    finally:
+        running.kill()
+    assert running.returncode == 130
+    assert told.endswith("forest-train: interrupted\n")
 
 
 # Ranks that fail.

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forest_schema.control import WeightUpdate
@@ -25,7 +25,10 @@ from megatron_forest_trainer.controller.collect import StepCollector, StepGroups
 from megatron_forest_trainer.controller.recovery import Checkpoints, ControllerState
 from megatron_forest_trainer.controller.run_dir import RunDirectory, weight_version
 from megatron_forest_trainer.controller.worker import LearnerThread
+from megatron_forest_trainer.core.batch import Batch
+from megatron_forest_trainer.core.metrics import TokenErrors
 from megatron_forest_trainer.core.plan import BatchShape
+from megatron_forest_trainer.logging_.progress import Reporter
 from megatron_forest_trainer.logging_.records import RecordWriter, StepRecord
 
 logger = logging.getLogger(__name__)
@@ -47,6 +50,7 @@ class GrpoLoop:
     cleaner: Cleaner
     writer: RecordWriter
     shape: BatchShape
+    reporter: Reporter
     checkpoints: Checkpoints | None
     """None where the run writes no checkpoints."""
     completed: int = 0
@@ -82,20 +86,16 @@ class GrpoLoop:
         rollouts_done = time.monotonic()
         groups = steps.prompt_groups(collected.groups)
         layout = steps.plan(step, groups, self.config, self.shape)
-        row_errors = await self.learner.logprobs(layout.plan)
-        batch = steps.plan(step, groups, self.config, self.shape, row_errors)
-        stats = await self.learner.train_step(batch.plan)
-        self.completed = step
-        await asyncio.to_thread(
-            archive.save_decisions,
-            self.run_directory.rollouts(step),
-            step=step,
-            weight_version=weight_version(step - 1),
-            decisions=batch.decisions,
-            advantages=batch.advantages,
-            row_errors=row_errors,
-        )
-        await self.publish_weights(step)
+        with self.reporter.start(f"step {step} training", 3) as work:
+            row_errors = await self.learner.logprobs(layout.plan)
+            work.advance(note="log-probabilities")
+            batch = steps.plan(step, groups, self.config, self.shape, row_errors)
+            stats = await self.learner.train_step(batch.plan)
+            work.advance(note="optimizer step")
+            self.completed = step
+            await self._save_decisions(step, batch, row_errors)
+            await self.publish_weights(step)
+            work.advance(note="weights served")
         done = time.monotonic()
         return steps.step_record(
             step,
@@ -108,6 +108,19 @@ class GrpoLoop:
             rollout_s=rollouts_done - started,
             train_s=done - rollouts_done,
             step_s=done - started,
+        )
+
+    async def _save_decisions(
+        self, step: int, batch: Batch, row_errors: Mapping[str, TokenErrors]
+    ) -> None:
+        await asyncio.to_thread(
+            archive.save_decisions,
+            self.run_directory.rollouts(step),
+            step=step,
+            weight_version=weight_version(step - 1),
+            decisions=batch.decisions,
+            advantages=batch.advantages,
+            row_errors=row_errors,
         )
 
     async def publish_weights(self, step: int) -> None:

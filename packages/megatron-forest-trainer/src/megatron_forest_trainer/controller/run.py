@@ -23,7 +23,6 @@ from megatron_forest_trainer.controller.client import ControlClient, ControlErro
 from megatron_forest_trainer.controller.collect import DropBudgetExceeded
 from megatron_forest_trainer.controller.harness import HarnessNotFound
 from megatron_forest_trainer.controller.loop import WeightsNotTaken
-from megatron_forest_trainer.controller.observe import ProgressObserver
 from megatron_forest_trainer.controller.run_dir import RunExists
 from megatron_forest_trainer.controller.setup import (
     Setup,
@@ -109,11 +108,7 @@ async def _lead(setup: Setup) -> None:
                     client=client,
                     learner=learner,
                     reader=reader,
-                    observer=ProgressObserver(
-                        reporter,
-                        config.grpo.num_prompts_per_step,
-                        config.grpo.num_generations_per_prompt,
-                    ),
+                    reporter=reporter,
                     served_model=served_model,
                 )
                 await loop.cleaner.recovered(left.abandoned, left.uncleaned)

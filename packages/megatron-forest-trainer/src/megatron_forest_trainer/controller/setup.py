@@ -20,6 +20,7 @@ from megatron_forest_trainer.controller.client import ControlClient
 from megatron_forest_trainer.controller.collect import DropPolicy, StepCollector
 from megatron_forest_trainer.controller.harness import Harness, resolve_harness
 from megatron_forest_trainer.controller.loop import GrpoLoop
+from megatron_forest_trainer.controller.observe import ProgressObserver
 from megatron_forest_trainer.controller.recovery import (
     Checkpoints,
     ControllerState,
@@ -27,17 +28,14 @@ from megatron_forest_trainer.controller.recovery import (
     check_state,
     recover,
 )
-from megatron_forest_trainer.controller.rollouts import (
-    GroupRunner,
-    RolloutObserver,
-    RolloutSettings,
-)
+from megatron_forest_trainer.controller.rollouts import GroupRunner, RolloutSettings
 from megatron_forest_trainer.controller.run_dir import RunDirectory, write_whole
 from megatron_forest_trainer.controller.step import batch_shape
 from megatron_forest_trainer.controller.tasks import TaskStream, load_tasks
 from megatron_forest_trainer.controller.worker import LearnerThread
 from megatron_forest_trainer.core.plan import BatchShape
 from megatron_forest_trainer.core.selection import SelectionPolicy
+from megatron_forest_trainer.logging_.progress import Reporter
 from megatron_forest_trainer.logging_.records import (
     JsonLinesWriter,
     RecordWriter,
@@ -137,11 +135,14 @@ def make_loop(
     client: ControlClient,
     learner: LearnerThread,
     reader: StoreReader,
-    observer: RolloutObserver,
+    reporter: Reporter,
     served_model: str,
 ) -> GrpoLoop:
     """The loop, ready to run."""
     config = setup.config
+    observer = ProgressObserver(
+        reporter, config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
+    )
     book = Book(
         run=setup.run,
         reader=reader,
@@ -186,6 +187,7 @@ def make_loop(
         ),
         writer=setup.writer,
         shape=setup.shape,
+        reporter=reporter,
         checkpoints=setup.checkpoints,
         completed=left.step,
     )

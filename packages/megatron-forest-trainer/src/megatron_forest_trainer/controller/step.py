@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from megatron_forest_trainer.config.schema import Config
 from megatron_forest_trainer.controller.collect import StepGroups
 from megatron_forest_trainer.controller.rollouts import Group
+from megatron_forest_trainer.controller.run_dir import version_step
 from megatron_forest_trainer.core.batch import (
     AdvantageRules,
     Batch,
@@ -94,6 +95,32 @@ def plan(
     return plan_batch(step, groups, advantage_rules(config), shape, row_errors=row_errors)
 
 
+def staleness(step: int, groups: Sequence[Group]) -> dict[str, float]:
+    """How many optimizer steps behind the trained weights the generating ones were.
+
+    Mean over the selected generated tokens, and the largest; empty where no weight version is
+    one of this run's.
+    """
+    lags: list[tuple[int, int]] = []
+    for group in groups:
+        for rollout in group.rollouts:
+            selected = set(rollout.finalized.selected)
+            for call in rollout.receipt.calls:
+                if call.call_id not in selected:
+                    continue
+                for span in call.weight_spans:
+                    made_by = version_step(span.version)
+                    if made_by is not None:
+                        lags.append((step - 1 - made_by, span.end - span.start))
+    tokens = sum(count for _, count in lags)
+    if not tokens:
+        return {}
+    return {
+        "staleness/mean": sum(lag * count for lag, count in lags) / tokens,
+        "staleness/max": float(max(lag for lag, _ in lags)),
+    }
+
+
 def step_record(
     step: int,
     *,
@@ -122,6 +149,7 @@ def step_record(
         "time": time.time(),
         "weight_version": weight_version,
         **metrics,
+        **staleness(step, collected.groups),
         "dropped_prompt_groups": collected.lost,
         "replaced_prompt_groups": collected.replacements,
         **{

@@ -1,7 +1,7 @@
 """Progress of long work: a bar in a terminal, plain log lines elsewhere.
 
-Guarantees: silent units of work report at least every `every_s` seconds; nothing is drawn where
-standard error is no terminal.
+Guarantees: where standard error is no terminal nothing is drawn, and work that takes longer than
+`every_s` seconds logs a line at its next part.
 """
 
 import logging
@@ -62,7 +62,7 @@ class Reporter:
 
 
 class Work:
-    """One unit of work that is being reported."""
+    """One unit of work that is being reported. As a context manager it finishes at the end."""
 
     def __init__(self, what: str, total: int, bar: Progress | None, every_s: float) -> None:
         self._what = what
@@ -82,9 +82,20 @@ class Work:
             self._bar.update(self._task, advance=count, note=note)
             return
         now = time.monotonic()
-        if self._done >= self._total or now - self._told_at >= self._every_s:
+        if now - self._told_at >= self._every_s:
             self._told_at = now
             logger.info("%s: %d of %d %s", self._what, self._done, self._total, note)
+
+    def __enter__(self) -> "Work":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.finish()
 
     def finish(self) -> None:
         """The work is over, complete or not."""
