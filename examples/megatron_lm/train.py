@@ -77,10 +77,8 @@ def main() -> None:
 
     forward = Passes(module, vocab_size=shape.vocab_size, loss=LossConfig())
     collate = Collator(packed=True, device="cpu" if args.cpu else "cuda")
-    rank, ranks = (
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-    )
+    rank = parallel_state.get_data_parallel_rank()
+    ranks = parallel_state.get_data_parallel_world_size()
     for step in range(args.steps):
         chosen = range(step * args.groups_per_step, (step + 1) * args.groups_per_step)
         rows = [row for index in chosen[rank::ranks] for row in groups[index]["rows"]]

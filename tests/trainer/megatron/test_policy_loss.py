@@ -47,8 +47,9 @@ def token_loss(lp, previous, advantage, correction, reference, config: LossConfi
         loss = min(loss, -advantage * config.ratio_clip_c)
     loss *= correction
     if config.reference_policy_kl_penalty:
-        d = min(max(reference - lp, -20), 20)
-        kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}
+        d = reference - lp
+        inner = min(max(d, -20), 20)
+        kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(inner) - 1 - inner}
         value = kl[config.reference_policy_kl_type]
         loss += config.reference_policy_kl_penalty * min(max(value, -10), 10)
     return loss

@@ -58,6 +58,44 @@ def test_forest_rows_train_like_each_call_on_its_own_context(untied, oracle, ran
         assert_gradients_close(result["gradients"], oracle.gradients, 1e-5)
 
 
+def reference_passes(config, hf_dir, step):
+    """Trainer's and reference's log-probabilities before the first and the second step."""
+    from megatron_forest_trainer.learner import Learner
+
+    learner = Learner(config, hf_dir)
+    seen = []
+    for _ in range(2):
+        learner.logprobs(step.decoded, step.reader)
+        seen.append((learner._previous, learner._reference))
+        stats = learner.train_step(step.decoded, step.reader)
+    return seen, stats.kl
+
+
+@pytest.mark.requirement("G15")
+@pytest.mark.parametrize("distributed", [False, True])
+def test_reference_is_the_initial_model_and_leaves_the_trained_one_alone(untied, distributed):
+    shape = FixedShape(data_parallel=1, **FIXED)
+    step = make_step(rollouts(), ADVANTAGES, shape)
+    optimizer = {
+        "policy__megatron_cfg__optimizer__use_distributed_optimizer": distributed,
+        "loss_fn__reference_policy_kl_penalty": 1e-9,
+    }
+    ((seen, kl),) = run_ranks(reference_passes, make_config(**optimizer), untied, step)
+    (first, first_reference), (second, second_reference) = seen
+    ((plain, _),) = run_ranks(
+        reference_passes,
+        make_config(**optimizer | {"loss_fn__reference_policy_kl_penalty": 0.0}),
+        untied,
+        step,
+    )
+    for row_id, values in first.items():
+        assert np.array_equal(first_reference[row_id], values)
+        assert np.array_equal(second_reference[row_id], values)
+        assert np.abs(second[row_id] - values).max() > 1e-3
+        assert np.abs(second[row_id] - plain[1][0][row_id]).max() < 1e-5
+    assert kl > 0
+
+
 @pytest.mark.requirement("XL4", "F10")
 def test_logprobs_before_the_step_are_those_of_each_call_alone(untied, oracle):
     for shape in (

@@ -74,16 +74,16 @@ def policy_loss(
 def kl_divergence(logprob_E: torch.Tensor, edges: EdgeTensors, config: LossConfig) -> torch.Tensor:
     """Per-edge estimate `[E]` of the divergence from the reference model, d = lp_ref - lp.
 
-    k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d.
+    k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d with d clamped.
     """
     d_E = edges.reference_E - logprob_E
-    if config.kl_input_clamp_value is not None:
-        d_E = d_E.clamp(-config.kl_input_clamp_value, config.kl_input_clamp_value)
     if config.reference_policy_kl_type == "k1":
         kl_E = -d_E
     elif config.reference_policy_kl_type == "k2":
         kl_E = d_E.square() / 2
     else:
+        if config.kl_input_clamp_value is not None:
+            d_E = d_E.clamp(-config.kl_input_clamp_value, config.kl_input_clamp_value)
         kl_E = d_E.exp() - 1 - d_E
     if config.kl_output_clamp_value is not None:
         kl_E = kl_E.clamp(-config.kl_output_clamp_value, config.kl_output_clamp_value)

@@ -20,6 +20,7 @@ class Parallelism:
     pipeline: int = 1
     context: int = 1
     expert: int = 1
+    expert_tensor: int = 1
     sequence_parallel: bool = False
     """Split activations along tokens over the tensor-parallel ranks; needs `tensor` > 1."""
 
@@ -74,6 +75,7 @@ def initialize(parallelism: Parallelism, *, seed: int) -> None:
         pipeline_model_parallel_size=parallelism.pipeline,
         context_parallel_size=parallelism.context,
         expert_model_parallel_size=parallelism.expert,
+        expert_tensor_parallel_size=parallelism.expert_tensor,
     )
     torch.manual_seed(seed)
     # Dropout is always off here, so the CPU needs no CUDA random-state tracker.
@@ -88,6 +90,7 @@ def _check_existing(wanted: Parallelism) -> None:
         pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
         context=parallel_state.get_context_parallel_world_size(),
         expert=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor=parallel_state.get_expert_tensor_parallel_world_size(),
         sequence_parallel=wanted.sequence_parallel,
     )
     if existing != wanted:

@@ -84,6 +84,7 @@ def transformer_config(
         "pipeline_model_parallel_size": parallelism.pipeline,
         "context_parallel_size": parallelism.context,
         "expert_model_parallel_size": parallelism.expert,
+        "expert_tensor_parallel_size": parallelism.expert_tensor,
         "sequence_parallel": parallelism.sequence_parallel,
         "use_cpu_initialization": not torch.cuda.is_available(),
         # Microbatches differ in length; Megatron ties that to a dispatcher even for dense models.
