@@ -95,6 +95,8 @@ def test_another_tokenizer_is_refused_before_the_first_rollout(
         ("logger.wandb_enabled=true", "logger.wandb_enabled: the package wandb is not installed"),
         ("server.url=http://127.0.0.1:9", "GET /handshake at http://127.0.0.1:9"),
         ("policy.device=cuda", "set policy.device: cpu"),
+        ("harness.target=simple_agent_with_compaction", r"harness\.options: .*environment"),
+        ("policy.megatron_cfg.tensor_model_parallel_size=2", "1 ranks are not a multiple"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_the_first_rollout(

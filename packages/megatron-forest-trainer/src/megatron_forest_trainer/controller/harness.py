@@ -16,7 +16,11 @@ ENTRY_POINT_GROUP = "megatron_forest_trainer.harnesses"
 
 
 class Harness(Protocol):
-    """An episode: from a client and a task to the ordinary output and a reward."""
+    """An episode: from a client and a task to the ordinary output and a reward.
+
+    A harness may carry an attribute `check_options(options)`, which raises `ValueError` for
+    options that cannot work; it is called before the first rollout.
+    """
 
     async def __call__(
         self,

@@ -77,6 +77,7 @@ def set_up(config: Config) -> Setup:
     `SnapshotRefused` and `SchemaError`.
     """
     harness = resolve_harness(required(config.harness.target))
+    _check_options(harness, _harness_options(config))
     tasks = TaskStream(
         load_tasks(Path(required(config.data.train.data_path))),
         seed=config.grpo.seed,
@@ -250,12 +251,7 @@ def _rollout_settings(config: Config, harness: Harness, served_model: str) -> Ro
         harness=harness,
         model=served_model,
         sampling=_sampling(config),
-        options={
-            **config.harness.options,
-            "max_response_retries": config.harness.max_response_retries,
-            "max_model_calls": config.harness.max_model_calls,
-            "context_history": msgspec.to_builtins(config.context_history),
-        },
+        options=_harness_options(config),
         group_size=config.grpo.num_generations_per_prompt,
         max_concurrent_attempts=config.async_rl.max_concurrent_attempts,
         rollout_timeout_s=config.rollout_timeout_s,
@@ -263,6 +259,26 @@ def _rollout_settings(config: Config, harness: Harness, served_model: str) -> Ro
         seed=config.grpo.seed,
         api_key=config.server.api_key or "forest",
     )
+
+
+def _harness_options(config: Config) -> dict[str, Any]:
+    return {
+        **config.harness.options,
+        "max_response_retries": config.harness.max_response_retries,
+        "max_model_calls": config.harness.max_model_calls,
+        "context_history": msgspec.to_builtins(config.context_history),
+    }
+
+
+def _check_options(harness: Harness, options: dict[str, Any]) -> None:
+    """Let a harness that can refuse options do it before the first rollout."""
+    check = getattr(harness, "check_options", None)
+    if check is None:
+        return
+    try:
+        check(options)
+    except ValueError as error:
+        raise SetupError(str(error)) from error
 
 
 def _sampling(config: Config) -> dict[str, Any]:
