@@ -66,8 +66,6 @@ OBSERVATION = st.one_of(
 ARGUMENTS = st.dictionaries(
     st.text(st.characters(codec="ascii"), min_size=1, max_size=4), st.one_of(TEXT, st.integers())
 )
-    st.text(st.characters(codec="ascii"), min_size=1, max_size=4), st.one_of(TEXT, st.integers())
-)
 
 
 @st.composite
