@@ -99,15 +99,17 @@ class _EdgeLogprob(torch.autograd.Function):
                 logits_EV[part], scale_E[part], None if threshold_E is None else threshold_E[part]
             )
             highest_E = shard.reduce(z_EV.max(dim=1).values, dist.ReduceOp.MAX)
-            exp_EV = (z_EV - highest_E[:, None]).exp()
+            exp_EV = (z_EV - highest_E[:, None]).exp_()
             sum_E = shard.reduce(exp_EV.sum(dim=1))
             normalizer_E[part] = highest_E + sum_E.log()
-            # -inf logits have probability 0 and must not turn the mean into NaN.
-            weighted_E = (exp_EV * z_EV.masked_fill(z_EV == -torch.inf, 0)).sum(dim=1)
-            mean_logit_E[part] = shard.reduce(weighted_E) / sum_E
             here_E, column_E = shard.local(target_E[part])
             logit_E = z_EV.gather(1, column_E[:, None])[:, 0]
             target_logit_E[part] = shard.reduce(torch.where(here_E, logit_E, 0.0))
+            if threshold_E is not None or shard.valid < z_EV.shape[1]:
+                # -inf logits have probability 0 and must not turn the mean into NaN.
+                z_EV.masked_fill_(z_EV == -torch.inf, 0)
+            weighted_E = torch.linalg.vecdot(exp_EV, z_EV)
+            mean_logit_E[part] = shard.reduce(weighted_E) / sum_E
         logprob_E = target_logit_E - normalizer_E
         entropy_E = normalizer_E - mean_logit_E
         ctx.shard = shard
