@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -41,6 +42,9 @@ def grpo(
 ) -> None:
     """Run GRPO against a running server. Under torchrun for more than one rank."""
     _log_to_stderr(verbose)
+    if not verbose:
+        # Megatron-Core warns on import about optional packages that nobody asked for.
+        warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.")
     try:
         loaded = load_config(config, overrides or (), for_training=not print_config)
     except ConfigError as error:
@@ -110,10 +114,5 @@ def _fail(message: str, *, status: int = 1) -> "typer.Exit":
     raise typer.Exit(status)
 
 
-def main() -> None:
-    """Entry point of `python -m megatron_forest_trainer.cli`."""
-    app()
-
-
 if __name__ == "__main__":
-    main()
+    app(prog_name="forest-train")

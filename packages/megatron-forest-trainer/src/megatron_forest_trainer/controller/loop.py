@@ -181,7 +181,7 @@ def _tell(record: StepRecord, last: int) -> None:
 
     logger.info(
         "step %s/%d: reward %s, rollouts %s, rows %s (+%s padding), dropped groups %s, "
-        "gen KL error %s, TMPE %s, loss %s, %s tokens/s",
+        "gen KL error %s, TMPE %s, grad norm %s, %s tokens/s",
         record["step"],
         last,
         number("reward/mean", ".3f"),
@@ -191,6 +191,6 @@ def _tell(record: StepRecord, last: int) -> None:
         number("dropped_prompt_groups", ".0f"),
         number("gen_kl_error", ".2e"),
         number("token_mult_prob_error", ".5f"),
-        number("loss", ".4f"),
+        number("grad_norm", ".3g"),
         number("tokens_per_second", ".0f"),
     )
