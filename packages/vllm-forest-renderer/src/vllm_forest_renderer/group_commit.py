@@ -70,15 +70,18 @@ class GroupCommitter(Generic[Work]):
         self._thread.join()
 
     def _run(self) -> None:
-        while True:
+        stopping = False
+        while not stopping:
             batch, stopping = self._next_batch()
             # A cancelled future is dropped here and cannot be cancelled from here on.
             live = [entry for entry in batch if entry[1].set_running_or_notify_cancel()]
-            if live:
-                self._resolve(live)
+            outcomes = self._outcomes([work for work, _ in live])
             self._metrics.queue_depth.dec(len(batch))
-            if stopping:
-                return
+            for (_, future), outcome in zip(live, outcomes, strict=True):
+                if isinstance(outcome, Raised):
+                    future.set_exception(outcome.error)
+                else:
+                    future.set_result(outcome)
 
     def _next_batch(self) -> tuple[list[tuple[Work, Future[Any]]], bool]:
         batch: list[tuple[Work, Future[Any]]] = []
@@ -93,15 +96,12 @@ class GroupCommitter(Generic[Work]):
                 return batch, False
         return batch, True
 
-    def _resolve(self, live: list[tuple[Work, Future[Any]]]) -> None:
+    def _outcomes(self, works: Sequence[Work]) -> Sequence[Outcome]:
+        if not works:
+            return ()
+        self._metrics.batch_size.observe(len(works))
         try:
             with self._metrics.seconds.time():
-                outcomes = self._commit([work for work, _ in live])
+                return self._commit(works)
         except Exception as error:
-            outcomes = [Raised(error)] * len(live)
-        self._metrics.batch_size.observe(len(live))
-        for (_, future), outcome in zip(live, outcomes, strict=True):
-            if isinstance(outcome, Raised):
-                future.set_exception(outcome.error)
-            else:
-                future.set_result(outcome)
+            return [Raised(error)] * len(works)

@@ -13,7 +13,7 @@ import msgspec
 from forest_schema import CallRecord, CaptureState, CompletionStatus, FailureRecord, Reason, Receipt
 from forest_schema.digests import EMPTY_CHAIN, extend_chain
 
-from vllm_forest_renderer.errors import AttemptError, CoordinateError
+from vllm_forest_renderer.errors import CoordinateError
 from vllm_forest_renderer.ledger.attempts import (
     ENCODER,
     RECORD_DECODER,
@@ -66,12 +66,12 @@ def record_intent(
 
 def commit_call(
     connection: sqlite3.Connection, record: CallRecord, acknowledgement: Acknowledgement
-) -> AttemptError | CoordinateError | None:
+) -> None:
     """Complete an admitted call.
 
-    Returns, for its caller to raise, the refusal of a capture that came after its attempt was
-    sealed or its failure recorded: that is noted, and the capture stays isolated. Raises
-    `AttemptError` and `CoordinateError`.
+    Raises `AttemptError` for a capture that comes after its attempt was sealed and
+    `CoordinateError` for one that comes after its failure was recorded or does not fit: the delta
+    stays isolated in the store until the partition goes.
     """
     attempt = read_attempt(connection, record.attempt_id)
     call = connection.execute(
@@ -89,13 +89,12 @@ def commit_call(
     encoded = ENCODER.encode(record)
     if state == CaptureState.COMMITTED:
         if stored == encoded:
-            return None
+            return
         raise CoordinateError(f"call {record.call_id}: committed already, with another record")
-    if attempt.state not in ("open", "closing") or state == CaptureState.FAILED:
-        connection.execute("UPDATE calls SET late = 1 WHERE call_id = ?", (record.call_id,))
-        if state == CaptureState.FAILED:
-            return CoordinateError(f"call {record.call_id}: its failure ({failure}) is recorded")
-        return closed_error(attempt.state)
+    if state == CaptureState.FAILED:
+        raise CoordinateError(f"call {record.call_id}: its failure ({failure}) is recorded")
+    if attempt.state not in ("open", "closing"):
+        raise closed_error(attempt.state)
     if (record.order, record.api) != (order, api):
         raise CoordinateError(
             f"call {record.call_id}: order {record.order} and API {record.api} where the intent "
@@ -118,7 +117,6 @@ def commit_call(
             record.call_id,
         ),
     )
-    return None
 
 
 def _check_coordinates(

@@ -74,7 +74,6 @@ CREATE TABLE calls (
   record BLOB,
   failure_reason TEXT,
   failure_detail TEXT,
-  late INTEGER NOT NULL DEFAULT 0,
   UNIQUE (attempt_id, capture_order)
 );
 CREATE INDEX pending_calls ON calls (owner) WHERE state = 'intent';

@@ -22,7 +22,7 @@ from forest_schema.control import ATTEMPT_PREFIX, AttemptOpened, CleanupReport, 
 from forest_schema.shards import ShardError
 
 from vllm_forest_renderer import metrics
-from vllm_forest_renderer.errors import CoordinateError, StoreUnavailable
+from vllm_forest_renderer.errors import AttemptError, CoordinateError, StoreUnavailable
 from vllm_forest_renderer.ledger import attempts, calls, owners
 from vllm_forest_renderer.ledger.attempts import SealPlan
 from vllm_forest_renderer.ledger.calls import Intent
@@ -156,10 +156,11 @@ class Ledger:
             acknowledgement = await self._sink.acknowledgement(record.delta)
         except ShardError as error:
             raise CoordinateError(f"call {record.call_id}: delta: {error}") from error
-        late = await self._write(lambda db: calls.commit_call(db, record, acknowledgement))
-        if late is not None:
+        try:
+            await self._write(lambda db: calls.commit_call(db, record, acknowledgement))
+        except AttemptError:
             metrics.LATE_COMMITS.inc()
-            raise late
+            raise
         metrics.COMMITTED.labels(record.api).inc()
 
     async def record_failure(
