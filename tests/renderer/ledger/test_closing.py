@@ -3,6 +3,7 @@
 import asyncio
 import time
 
+import msgspec
 import pytest
 from forest_schema import Reason, decode_receipt
 from forest_schema.shards import ShardError
@@ -121,9 +122,25 @@ async def test_closing_again_returns_the_same_receipt(capture):
     )
     assert first == second == await capture.ledger.close(attempt, 5.0)
     assert first == await capture.ledger.receipt(attempt)
-    import msgspec
-
     assert decode_receipt(msgspec.json.encode(first)) == first
+
+
+async def test_a_closing_that_a_shutdown_interrupts_is_resumed_by_closing_again(tmp_path):
+    capture = await Capture.open(tmp_path)
+    attempt = await capture.attempt()
+    record = await capture.call(attempt)
+    pending = await capture.admit(attempt)
+    closing = asyncio.create_task(capture.ledger.close(attempt, 60.0))
+    await asyncio.sleep(0.02)
+    await asyncio.wait_for(capture.shutdown(), 5.0)
+    await asyncio.wait([closing])
+    restarted = await Capture.open(tmp_path)
+    with pytest.raises(AttemptError):
+        await restarted.admit(attempt)
+    receipt = await restarted.ledger.close(attempt, 60.0)
+    assert receipt.calls == (record,)
+    assert [f.call_id for f in receipt.failures] == [pending.call_id]
+    await restarted.shutdown()
 
 
 async def test_a_second_close_may_shorten_the_wait(capture):

@@ -329,6 +329,21 @@ async def test_no_path_leaves_the_store(client, capture, path, status):
     assert str(capture.directory) not in response.text
 
 
+async def test_a_damaged_delta_is_named_by_its_reason(client, capture):
+    attempt = await capture.attempt()
+    root = await capture.call(attempt)
+    await capture.call(attempt, root)
+    path = capture.sink.shard_path(PARTITION, root.delta.shard)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    response = await client.post(f"/attempts/{attempt}/close", json={"wait_s": 0})
+    _refused(response, 500, Reason.DIGEST_MISMATCH)
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert (await client.post(f"/attempts/{attempt}/close", json={"wait_s": 0})).status_code == 200
+
+
 async def test_a_full_store_is_503_and_may_be_retried(client, capture, monkeypatch):
     from tests.renderer.ledger.test_refusing_disks import largest_file
 

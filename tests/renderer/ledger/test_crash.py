@@ -146,6 +146,7 @@ def test_nothing_acknowledged_is_lost_in_hundreds_of_kills(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.requirement("C14", "C25", "A24", "C4")
 def test_nothing_acknowledged_is_lost_in_thousands_of_kills(tmp_path):
     facts, read = _kill_again_and_again(tmp_path, 3000)

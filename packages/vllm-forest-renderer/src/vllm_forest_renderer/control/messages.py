@@ -12,6 +12,7 @@ import msgspec
 from fastapi import Request, Response
 from forest_schema import Reason
 from forest_schema.control import ErrorBody
+from forest_schema.shards import ShardError
 
 from vllm_forest_renderer.errors import ForestError
 
@@ -41,11 +42,12 @@ def answer(message: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(message), media_type="application/json")
 
 
-def refusal(error: ForestError) -> Response:
-    """The response to a request that `error` refused."""
-    status = status_of(error.reason)
+def refusal(error: ForestError | ShardError) -> Response:
+    """The response to a request that `error` refused, or that met damaged data (500)."""
+    status = status_of(error.reason) if isinstance(error, ForestError) else 500
+    param = error.param if isinstance(error, ForestError) else None
     body = ErrorBody(
-        error=ErrorBody.Error(message=str(error), type=error.reason, param=error.param, code=status)
+        error=ErrorBody.Error(message=str(error), type=error.reason, param=param, code=status)
     )
     headers = {} if error.reason is Reason.STORE_UNAVAILABLE else {"x-should-retry": "false"}
     if status == 401:

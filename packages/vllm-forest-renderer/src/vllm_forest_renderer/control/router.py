@@ -19,6 +19,7 @@ from forest_schema.control import (
     OpenAttempt,
     WeightUpdate,
 )
+from forest_schema.shards import ShardError
 
 from vllm_forest_renderer.control.access import ControlToken
 from vllm_forest_renderer.control.messages import answer, read_body, refusal
@@ -73,7 +74,7 @@ def control_router(services: Callable[[Request], ControlServices]) -> APIRouter:
             try:
                 found.token.check(request.headers)
                 return await handler(found, request)
-            except ForestError as error:
+            except (ForestError, ShardError) as error:
                 return refusal(error)
 
         return endpoint

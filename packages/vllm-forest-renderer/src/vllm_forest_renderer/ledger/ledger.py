@@ -85,9 +85,15 @@ class Ledger:
         return ledger
 
     async def shutdown(self) -> None:
-        """Finish what was begun, make it durable and close the file."""
-        if self._background:
-            await asyncio.wait(self._background)
+        """Make what was submitted durable and close the file.
+
+        A closing that still waits for calls is given up; closing the attempt again resumes it.
+        """
+        closing = list(self._closing.values())
+        for task in closing:
+            task.cancel()
+        if unfinished := [*closing, *self._background]:
+            await asyncio.wait(unfinished)
         with contextlib.suppress(StoreUnavailable):
             await self._write(lambda db: owners.end_owner(db, self._owner))
         await asyncio.to_thread(self._writer.stop)
@@ -306,10 +312,12 @@ class Ledger:
             task.add_done_callback(self._background.discard)
 
     async def _fail_lost_calls(self) -> None:
-        lost = await self._write(owners.fail_lost_calls)
+        with self._reader.snapshot() as db:
+            lost = owners.lost_owners(db)
         if lost:
-            metrics.FAILURES.labels(Reason.PROCESS_LOST).inc(lost)
-            _log.warning("%d calls of processes that are gone failed: process_lost", lost)
+            failed = await self._write(lambda db: owners.fail_calls(db, lost))
+            metrics.FAILURES.labels(Reason.PROCESS_LOST).inc(failed)
+            _log.warning("%d calls of processes that are gone failed: process_lost", failed)
 
     def _abandon(self, attempt_id: str, admitted: "Future[Intent]") -> None:
         """Fail a call that was admitted after its request had gone away."""

@@ -5,6 +5,7 @@ process (boot id, pid, start time) no longer runs.
 """
 
 import sqlite3
+from collections.abc import Sequence
 
 from forest_schema import Reason
 
@@ -36,10 +37,14 @@ def owner_lives(connection: sqlite3.Connection, owner: int) -> bool:
     return ProcessIdentity(boot_id=row[0], pid=row[1], start_ticks=row[2]).is_alive()
 
 
-def fail_lost_calls(connection: sqlite3.Connection) -> int:
-    """Record `process_lost` for every intent whose owner is gone; returns how many."""
+def lost_owners(connection: sqlite3.Connection) -> list[int]:
+    """Handles that are gone and left calls pending."""
     owners = connection.execute("SELECT DISTINCT owner FROM calls WHERE state = 'intent'")
-    lost = [owner for (owner,) in owners.fetchall() if not owner_lives(connection, owner)]
+    return [owner for (owner,) in owners.fetchall() if not owner_lives(connection, owner)]
+
+
+def fail_calls(connection: sqlite3.Connection, lost: Sequence[int]) -> int:
+    """Record `process_lost` for every pending call of the handles `lost`; returns how many."""
     failed = 0
     for owner in lost:
         failed += connection.execute(

@@ -117,7 +117,8 @@ def remove_folder(folder: Path) -> int:
         return 0
     fsync_folder(folder.parent)
     shards = sum(1 for name in os.listdir(trash) if name.endswith(SHARD_SUFFIX))
-    shutil.rmtree(trash)
+    # A process that starts may be removing it too.
+    shutil.rmtree(trash, ignore_errors=True)
     return shards
 
 
@@ -129,10 +130,11 @@ def remove_leftovers(root: Path) -> int:
             shutil.rmtree(folder, ignore_errors=True)
             removed += 1
             continue
-        for file in folder.glob(f".*{_TEMPORARY_SUFFIX}"):
-            if not _writer_lives(file.name):
-                file.unlink(missing_ok=True)
-                removed += 1
+        with contextlib.suppress(FileNotFoundError):  # another process drops the partition
+            for name in os.listdir(folder):
+                if name.endswith(_TEMPORARY_SUFFIX) and not _writer_lives(name):
+                    (folder / name).unlink(missing_ok=True)
+                    removed += 1
     return removed
 
 

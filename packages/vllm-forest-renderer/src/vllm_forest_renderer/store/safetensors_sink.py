@@ -145,9 +145,7 @@ class SafetensorsSink:
 
     async def shutdown(self) -> None:
         """Write what was submitted, then stop the threads."""
-        await asyncio.to_thread(self._writer.stop)
-        for pool in (self._readers, self._sealers, self._removers):
-            pool.shutdown()
+        await asyncio.to_thread(self._stop)
 
     def shard_path(self, partition: str, shard: str) -> Path | None:
         """File of a finished shard; None where there is none."""
@@ -156,6 +154,11 @@ class SafetensorsSink:
 
     def _folder(self, partition: str) -> Path:
         return self._root / check_partition(partition)
+
+    def _stop(self) -> None:
+        self._writer.stop()
+        for pool in (self._readers, self._sealers, self._removers):
+            pool.shutdown()
 
     async def _run(
         self, pool: ThreadPoolExecutor, function: Callable[..., T], *arguments: object
