@@ -1,0 +1,373 @@
+"""What cannot be captured is refused or recorded, never captured wrongly."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from vllm_forest_renderer.capture.service import CaptureService
+from vllm_forest_renderer.errors import StoreUnavailable
+
+from tests.support.engine import EngineServer, wait_until
+from tests.support.episodes import END, TOOLS, Episode
+
+ASK: Any = {"role": "user", "content": "What is the capital of France?"}
+NEXT: Any = {"role": "user", "content": "And of Germany?"}
+
+
+class FaultyEngine:
+    """The real engine client; its outputs are damaged on the way."""
+
+    def __init__(self, inner: Any, damage: Callable[[Any], None]) -> None:
+        self._inner, self._damage = inner, damage
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def generate(self, *args: Any, **keywords: Any) -> Any:
+        async for output in self._inner.generate(*args, **keywords):
+            self._damage(output)
+            yield output
+
+
+@contextlib.contextmanager
+def damaged(server: EngineServer, damage: Callable[[Any], None]) -> Iterator[None]:
+    client = server.app.state.forest.chat._adapter._serving.engine_client
+    before, client._inner = client._inner, FaultyEngine(client._inner, damage)
+    try:
+        yield
+    finally:
+        client._inner = before
+
+
+@pytest.fixture
+def service(server: EngineServer) -> CaptureService:
+    found: CaptureService = server.app.state.forest.service
+    return found
+
+
+@pytest.fixture
+def arrived(server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Bodies of the requests that reach the chat route."""
+    route = server.app.state.forest.chat
+    bodies: list[Any] = []
+    handle = route.handle
+
+    async def counting(body: Any, raw_request: Any) -> Any:
+        bodies.append(body)
+        return await handle(body, raw_request)
+
+    monkeypatch.setattr(route, "handle", counting)
+    return bodies
+
+
+def retrying(episode: Episode) -> openai.OpenAI:
+    """A client as users make it: with the SDK's own retries."""
+    return openai.OpenAI(base_url=episode.server.base_url(episode.attempt), api_key="unused")
+
+
+def not_a_number(output: Any) -> None:
+    logprobs = output.outputs[0].logprobs
+    if logprobs:
+        logprobs.logprobs[-1] = float("nan")
+
+
+def no_ids(output: Any) -> None:
+    output.outputs[0].token_ids = []
+    output.outputs[0].logprobs = None
+
+
+def no_logprobs(output: Any) -> None:
+    output.outputs[0].logprobs = None
+
+
+def other_prompt(output: Any) -> None:
+    output.prompt_token_ids = [*output.prompt_token_ids, 1]
+
+
+@pytest.mark.requirement("X16", "X20", "A24", "I10")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (not_a_number, "invalid_logprob"),
+        (no_ids, "engine_output_without_tokens"),
+        (no_logprobs, "engine_output_without_tokens"),
+        (other_prompt, "engine_output_without_tokens"),
+    ],
+)
+def test_damaged_output_is_a_recorded_failure(
+    episode: Episode, arrived: list[Any], damage: Any, reason: str, stream: bool
+) -> None:
+    def ask() -> None:
+        answer: Any = retrying(episode).chat.completions.create(
+            model="tiny", messages=[ASK], max_tokens=4, stream=stream
+        )
+        list(answer)
+
+    with damaged(episode.server, damage), pytest.raises(openai.APIError) as failed:
+        ask()
+    assert reason in str(failed.value) or reason in str(failed.value.body)
+    # Exactly one request, whatever the SDK retries on its own.
+    assert len(arrived) == 1
+    wait_until(lambda: not episode.server.receipt(episode.attempt).pending)
+    receipt = episode.server.receipt(episode.attempt)
+    assert receipt.calls == ()
+    assert [failure.reason for failure in receipt.failures] == [reason]
+    message, _ = episode.chat([ASK], episode.ids(f"<think>\n\n</think>\n\nParis{END}"))
+    assert message["content"].strip() == "Paris"
+
+
+@pytest.mark.requirement("K7", "X20", "X17")
+@pytest.mark.parametrize(
+    ("options", "reason", "param"),
+    [
+        ({"n": 2}, "unsupported_request", "n"),
+        ({"extra_body": {"use_beam_search": True}}, "unsupported_request", "use_beam_search"),
+        ({"extra_body": {"echo": True}}, "unsupported_request", "echo"),
+        (
+            {"extra_body": {"continue_final_message": True, "add_generation_prompt": False}},
+            "unsupported_request",
+            "continue_final_message",
+        ),
+        (
+            {"extra_body": {"truncate_prompt_tokens": 5}},
+            "unsupported_request",
+            "truncate_prompt_tokens",
+        ),
+        (
+            {"extra_body": {"kv_transfer_params": {"prompt_token_ids": [1]}}},
+            "unsupported_request",
+            "kv_transfer_params",
+        ),
+        ({"store": True}, "unsupported_request", "store"),
+        ({"messages": []}, "malformed_request", "messages"),
+        (
+            {"messages": [ASK, {"role": "assistant", "content": "Par"}]},
+            "unsupported_request",
+            "messages[1]",
+        ),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "unsupported_item",
+         "messages[0].role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url",
+             "image_url": {"url": "data:image/png;base64,AA=="}}]}]},
+            "unsupported_item",
+            "messages[0].content[0]",
+        ),
+        ({"temperature": "warm"}, "malformed_request", "temperature"),
+        ({"model": "other"}, "malformed_request", "model"),
+        ({"max_tokens": 100_000}, "malformed_request", "max_tokens"),
+        ({"presence_penalty": 0.5}, "unreproducible_sampling", "presence_penalty"),
+        ({"extra_body": {"min_p": 0.1}}, "unreproducible_sampling", "min_p"),
+        ({"extra_body": {"min_tokens": 3}}, "unreproducible_sampling", "min_tokens"),
+        ({"logit_bias": {"5": 1.0}}, "unreproducible_sampling", "logit_bias"),
+        (
+            {"response_format": {"type": "json_object"}},
+            "unreproducible_sampling",
+            "structured_outputs",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": "required"},
+            "unreproducible_sampling",
+            "structured_outputs",
+        ),
+    ],
+)  # fmt: skip
+def test_refused_requests_leave_nothing_and_are_not_repeated(
+    episode: Episode, arrived: list[Any], options: dict[str, Any], reason: str, param: str
+) -> None:
+    with pytest.raises(openai.APIStatusError) as refused:
+        retrying(episode).chat.completions.create(
+            **{"model": "tiny", "messages": [ASK], "max_tokens": 4, **options}
+        )
+    assert refused.value.response.status_code in (400, 404, 422)
+    error: Any = refused.value.response.json()["error"]
+    assert (error["type"], error["param"]) == (reason, param)
+    assert refused.value.response.headers["x-should-retry"] == "false"
+    assert len(arrived) == 1
+    receipt = episode.server.receipt(episode.attempt)
+    assert (receipt.calls, receipt.failures, receipt.pending) == ((), (), ())
+
+
+@pytest.mark.requirement("C22")
+def test_allowed_unreproducible_sampling_marks_the_record(
+    episode: Episode, service: CaptureService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_allow_unreproducible", True)
+    _, record = episode.chat([ASK], presence_penalty=0.5)
+    assert not record.sampling.reproducible
+    assert record.sampling.presence_penalty == 0.5
+    _, plain = episode.chat([ASK])
+    assert plain.sampling.reproducible
+
+
+@pytest.mark.requirement("C22")
+def test_custom_logits_processor_is_refused(
+    episode: Episode, service: CaptureService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_custom_processors", ("acme:Processor",))
+    with pytest.raises(openai.BadRequestError, match="logits processor acme:Processor"):
+        episode.chat([ASK])
+
+
+@pytest.mark.requirement("X17")
+def test_unknown_fields_are_treated_as_vllm_does(episode: Episode) -> None:
+    script = episode.ids(f"<think>\n\n</think>\n\nParis{END}")
+    message, first = episode.chat([ASK], script, extra_body={"acme_option": 3})
+    assert episode.served == episode.ids(episode.template([ASK]))
+    _, second = episode.chat([ASK, message, NEXT])
+    assert second.parent_call_id == first.call_id
+    # A field of a message that templates may print is part of the message.
+    named = {**ASK, "name": "ann"}
+    _, third = episode.chat([named, message, NEXT])
+    assert (third.parent_call_id, third.root_reason) == (None, "no_match")
+
+
+@pytest.mark.requirement("A24", "X20")
+def test_store_that_refuses_the_intent_invites_a_retry(
+    episode: Episode, service: CaptureService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*args: Any, **keywords: Any) -> Any:
+        raise StoreUnavailable("ledger: No space left on device")
+
+    monkeypatch.setattr(service._ledger, "record_intent", refuse)
+    url = f"{episode.server.base_url(episode.attempt)}/chat/completions"
+    answer = httpx.post(url, json={"model": "tiny", "messages": [ASK]})
+    assert answer.status_code == 503
+    assert answer.json()["error"]["type"] == "store_unavailable"
+    assert "x-should-retry" not in answer.headers
+
+
+@pytest.mark.requirement("C15", "C16", "I10")
+def test_store_that_refuses_the_delta_fails_the_call(
+    episode: Episode, service: CaptureService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*args: Any, **keywords: Any) -> Any:
+        raise StoreUnavailable("delta store: No space left on device")
+
+    monkeypatch.setattr(service._sink, "put", refuse)
+    url = f"{episode.server.base_url(episode.attempt)}/chat/completions"
+    answer = httpx.post(url, json={"model": "tiny", "messages": [ASK], "max_tokens": 2})
+    assert answer.json()["error"]["type"] == "store_unavailable"
+    assert answer.headers["x-should-retry"] == "false"
+    receipt = episode.server.receipt(episode.attempt)
+    assert [failure.reason for failure in receipt.failures] == ["staging_failed"]
+    assert (receipt.calls, receipt.pending) == ((), ())
+
+
+@pytest.mark.requirement("XF5", "I1", "I2", "C18")
+def test_call_that_finishes_after_the_close_stays_isolated(episode: Episode) -> None:
+    server = episode.server
+    url = f"{server.base_url(episode.attempt)}/chat/completions"
+    answers: list[httpx.Response] = []
+    body = {"model": "tiny", "messages": [ASK], "max_tokens": 1200, "ignore_eos": True}
+    late = threading.Thread(target=lambda: answers.append(httpx.post(url, json=body, timeout=120)))
+    late.start()
+    wait_until(lambda: len(server.receipt(episode.attempt).pending) == 1)
+    receipt = server.close(episode.attempt, wait_s=0)
+    assert receipt.closed
+    assert len(receipt.pending) == 1
+    late.join(120)
+    (answer,) = answers
+    assert answer.json()["error"]["type"] == "attempt_closed"
+    assert answer.headers["x-should-retry"] == "false"
+    after = server.receipt(episode.attempt)
+    assert after.calls == ()
+    again = httpx.post(url, json=body)
+    assert (again.status_code, again.json()["error"]["type"]) == (422, "attempt_closed")
+
+
+@pytest.mark.requirement("A16")
+def test_missing_evidence_of_the_parent_is_an_error(
+    episode: Episode, service: CaptureService, server: EngineServer
+) -> None:
+    script = episode.ids(f"<think>\n\n</think>\n\nParis{END}")
+    message, first = episode.chat([ASK], script)
+    service._prefixes._histories.clear()
+    # Cold, the history comes from the store.
+    _, second = episode.chat([ASK, message, NEXT])
+    assert second.parent_call_id == first.call_id
+    service._prefixes._histories.clear()
+    sink = server.app.state.forest.control.sink
+    path: Path = sink.shard_path(first.delta.partition, first.delta.shard)
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(openai.BadRequestError) as refused:
+        episode.chat([ASK, message, NEXT])
+    error: Any = refused.value.response.json()["error"]
+    assert error["type"] == "missing_parent_evidence"
+    path.write_bytes(data)
+    receipt = server.receipt(episode.attempt)
+    assert len(receipt.calls) == 2
+    assert receipt.failures == ()
+
+
+@pytest.mark.requirement("A2", "A1")
+def test_attempts_are_separate(episode: Episode, server: EngineServer) -> None:
+    script = episode.ids(f"<think>\n\n</think>\n\nParis{END}")
+    message, _ = episode.chat([ASK], script)
+    other = openai.OpenAI(
+        base_url=server.base_url(server.open_attempt()), api_key="unused", max_retries=0
+    )
+    other.chat.completions.create(
+        model="tiny",
+        messages=[ASK, message, NEXT],
+        max_tokens=2,  # type: ignore[list-item]
+    )
+    assert len(server.receipt(episode.attempt).calls) == 1
+    for attempt in ("att_" + "0" * 32, "att_zz", "..", "control"):
+        answer = httpx.post(f"{server.url}/v1/forest/{attempt}/chat/completions", json={})
+        assert 400 <= answer.status_code < 500
+        assert "Paris" not in answer.text
+
+
+@pytest.mark.requirement("A25", "A2", "A24")
+def test_calls_of_one_attempt_overlap(episode: Episode, server: EngineServer) -> None:
+    script = episode.ids(f"<think>\n\n</think>\n\nParis{END}")
+    message, first = episode.chat([ASK], script)
+
+    def branch(number: int) -> None:
+        episode.client.chat.completions.create(
+            model="tiny",
+            messages=[ASK, message, {"role": "user", "content": f"branch {number}"}],  # type: ignore[list-item]
+            max_tokens=20,
+            seed=number,
+        )
+
+    threads = [threading.Thread(target=branch, args=(number,)) for number in range(6)]
+    started = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert time.monotonic() - started < 60
+    receipt = server.close(episode.attempt)
+    assert len(receipt.calls) == 7
+    assert {call.parent_call_id for call in receipt.calls[1:]} == {first.call_id}
+    assert sorted(call.order for call in receipt.calls) == list(range(7))
+    assert len({call.call_id for call in receipt.calls}) == 7
+
+
+@pytest.mark.requirement("X2", "A21")
+@pytest.mark.parametrize(
+    ("stops", "closing"),
+    [({"stop": ["lin"]}, END + "\n"), ({"extra_body": {"stop_token_ids": "last"}}, END + "\n")],
+)
+def test_turns_that_stop_otherwise_are_closed_by_the_template(
+    episode: Episode, stops: dict[str, Any], closing: str
+) -> None:
+    script = episode.ids("<think>\n\n</think>\n\nBerlin")
+    if "extra_body" in stops:
+        stops = {"extra_body": {"stop_token_ids": [script[-1]]}}
+    message, first = episode.chat([ASK], script, max_tokens=50, **stops)
+    assert first.finish_reason == "stop"
+    assert first.stop_reason in ("lin", script[-1])
+    _, second = episode.chat([ASK, message, NEXT])
+    assert second.parent_call_id == first.call_id
+    assert episode.tail_text(first).startswith(closing + "<|im_start|>user\nAnd of")
