@@ -52,6 +52,16 @@ def test_the_template_file_equals_the_same_template_in_the_tokenizer_config(
     assert model_digests(tmp_path / "a", chat_template="other").template != inline.template
 
 
+@pytest.mark.requirement("K13")
+def test_a_tokenizer_of_its_own_directory_counts(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "a")
+    other = write_model(tmp_path / "b")
+    (other / "tokenizer.json").write_text('{"model": {"b": 1}}')
+    mixed = model_digests(model, tokenizer=other)
+    assert mixed.model == model_digests(model).model
+    assert mixed.tokenizer == model_digests(other).tokenizer
+
+
 def test_a_directory_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         model_digests(tmp_path)

@@ -40,19 +40,23 @@ class ModelDigests(msgspec.Struct, frozen=True, kw_only=True):
     """Of the processor's configuration; None for a text model."""
 
 
-def model_digests(directory: Path, *, chat_template: str | None = None) -> ModelDigests:
+def model_digests(
+    directory: Path, *, tokenizer: Path | None = None, chat_template: str | None = None
+) -> ModelDigests:
     """Digests of the model directory.
 
-    `chat_template` is the template's text where it replaces the directory's own. Raises
-    `FileNotFoundError` naming what a model directory must have.
+    `tokenizer` is the tokenizer's own directory, where there is one; `chat_template` the
+    template's text where it replaces the directory's. Raises `FileNotFoundError` naming what a
+    model directory must have.
     """
     config = directory / "config.json"
     if not config.is_file():
         raise FileNotFoundError(f"{directory} has no config.json: not a model directory")
-    template = _template(directory) if chat_template is None else chat_template
+    tokenizer = tokenizer or directory
+    template = _template(tokenizer) if chat_template is None else chat_template
     return ModelDigests(
         model=digest_bytes(MODEL_DOMAIN, _canonical(config)),
-        tokenizer=digest_bytes(TOKENIZER_DOMAIN, *_tokenizer_parts(directory)),
+        tokenizer=digest_bytes(TOKENIZER_DOMAIN, *_tokenizer_parts(tokenizer)),
         template=digest_bytes(TEMPLATE_DOMAIN, template.encode()),
         processor=_processor(directory),
     )

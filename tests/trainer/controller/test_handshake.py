@@ -53,16 +53,5 @@ def test_each_disagreement_is_told_with_its_cure(change: dict[str, object], told
 def test_all_disagreements_are_told_at_once() -> None:
     wrong = msgspec.structs.replace(HANDSHAKE, tokenizer_digest="x", logprobs_mode="raw_logits")
     with pytest.raises(HandshakeError) as caught:
-        check(wrong, msgspec_model(EXPECTED, "other"))
-    lines = str(caught.value).splitlines()
-    assert len(lines) == 4
-    assert "asks for the model 'other'" in lines[-1]
-
-
-def msgspec_model(expected: Expectation, model: str) -> Expectation:
-    return Expectation(
-        digests=expected.digests,
-        max_row_tokens=expected.max_row_tokens,
-        features=expected.features,
-        served_model=model,
-    )
+        check(wrong, EXPECTED)
+    assert len(str(caught.value).splitlines()) == 3

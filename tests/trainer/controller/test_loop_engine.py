@@ -73,9 +73,10 @@ def test_rollouts_overlap_training_within_the_permitted_staleness(
     records = read_records(tmp_path / "out")
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     lags = [record["staleness/max"] for record in records]
-    # The first step has nothing to overlap with; later ones were begun a step before.
+    # The first step has nothing to overlap with; of the later ones some were begun a step before.
     assert lags[0] == 0
-    assert set(lags[1:]) == {1}
+    assert set(lags[1:]) <= {0, 1}
+    assert 1 in lags
     assert all(record["importance_weight"] > 0 for record in records)  # type: ignore[operator]
     for step in (2, 3, 4):
         for rollout in archive.read_rollouts(tmp_path / "out" / "rollouts" / f"step{step:06d}"):

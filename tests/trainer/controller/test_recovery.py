@@ -21,6 +21,7 @@ from megatron_forest_trainer.controller.recovery import (
 from megatron_forest_trainer.controller.run_dir import RunDirectory, RunExists
 from megatron_forest_trainer.controller.setup import set_up
 from megatron_forest_trainer.controller.tasks import TaskStream, load_tasks
+from megatron_forest_trainer.core.errors import IntegrityError
 from megatron_forest_trainer.logging_.records import read_records
 from megatron_forest_trainer.store import open_reader
 from vllm_forest_renderer.errors import AttemptError
@@ -214,6 +215,24 @@ def test_a_folder_with_a_trained_run_is_not_overwritten(saved: tuple[Path, RunDi
     (run.root / "steps.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(RunExists, match=r"checkpointing\.resume: true"):
         set_up(load_config(config, ["checkpointing.resume=false"], for_training=True))
+
+
+def test_an_earlier_start_that_trained_nothing_is_cleared_away(tmp_path: Path) -> None:
+    first = RunDirectory.open(tmp_path / "run", resume=False)
+    journal.append(first.rollouts(1), journal.GroupBegun("g", 0))
+    second = RunDirectory.open(tmp_path / "run", resume=False)
+    assert second.run_id != first.run_id
+    assert second.stale == (first.partition(1),)
+    assert second.begun_steps() == []
+
+
+@pytest.mark.requirement("H10", "F12")
+def test_a_group_whose_rows_are_not_the_saved_ones_is_refused(tmp_path: Path) -> None:
+    common: Any = {"step": 1, "group_id": "g", "task_position": 0, "forest_training": True}
+    archive.save_group(tmp_path, [], row_multiple=4, **common)
+    archive.save_group(tmp_path, [], row_multiple=4, **common)
+    with pytest.raises(IntegrityError, match="not those that were saved"):
+        archive.save_group(tmp_path, [], row_multiple=8, **common)
 
 
 @pytest.mark.requirement("J1")

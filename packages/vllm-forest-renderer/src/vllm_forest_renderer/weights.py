@@ -55,7 +55,10 @@ class EngineControl:
         """What the trainer checks before its first rollout."""
         model_config = self._engine.vllm_config.model_config
         digests = await asyncio.to_thread(
-            model_digests, Path(model_config.model), chat_template=self._chat_template
+            model_digests,
+            Path(model_config.model),
+            tokenizer=Path(model_config.tokenizer),
+            chat_template=self._chat_template,
         )
         return Handshake(
             renderer_version=__version__,

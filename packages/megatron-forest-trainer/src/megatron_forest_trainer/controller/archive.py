@@ -92,6 +92,11 @@ def rollout_file(folder: Path, rollout_id: str) -> Path:
     return folder / f"{rollout_id}{ROLLOUT_SUFFIX}"
 
 
+def group_file(folder: Path, group_id: str) -> Path:
+    """Where a complete group of the step in `folder` is kept."""
+    return folder / f"{group_id}{GROUP_SUFFIX}"
+
+
 def save_rollout(
     folder: Path,
     receipt: Receipt,
@@ -132,7 +137,10 @@ def save_group(
     row_multiple: int,
     forest_training: bool,
 ) -> None:
-    """Write a complete group with the exact ids of its rows and padding rows."""
+    """Write a complete group with the exact ids of its rows and padding rows.
+
+    Raises `IntegrityError` where the group was saved before with others.
+    """
     row_ids = tuple(row.row_id for rollout in rollouts for row in rollout.rows)
     snapshot = GroupSnapshot(
         forest_training=forest_training,
@@ -144,7 +152,13 @@ def save_group(
         row_ids=row_ids,
         padding_row_ids=padding_ids(group_id, len(row_ids), row_multiple),
     )
-    write_whole(folder / f"{group_id}{GROUP_SUFFIX}", msgspec.json.encode(snapshot))
+    path, data = group_file(folder, group_id), msgspec.json.encode(snapshot)
+    if path.exists() and path.read_bytes() != data:
+        raise IntegrityError(
+            Reason.DIGEST_MISMATCH,
+            f"group {group_id}: its rows or padding rows are not those that were saved in {path}",
+        )
+    write_whole(path, data)
 
 
 def save_decisions(

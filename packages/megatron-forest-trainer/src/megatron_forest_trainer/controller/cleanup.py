@@ -54,8 +54,10 @@ class Cleaner:
         for step in sorted(self._left_over):
             await self._tear_down(step)
 
-    async def recovered(self, abandoned: Sequence[str], uncleaned: Sequence[int]) -> None:
-        """An interrupted run goes on: give up attempts, and finish what it did not clean."""
+    async def started(self, abandoned: Sequence[str], uncleaned: Sequence[int]) -> None:
+        """Give up what an earlier start left: attempts, and steps that it did not clean."""
+        for partition in self.run.stale:
+            await self._delete_partition(partition)
         await self._delete(abandoned)
         if not self.keep_captures:
             self._left_over |= set(uncleaned)
@@ -75,12 +77,16 @@ class Cleaner:
         return all(await asyncio.gather(*(delete(attempt_id) for attempt_id in attempts)))
 
     async def _tear_down(self, step: int) -> None:
-        partition = self.run.partition(step)
+        if await self._delete_partition(self.run.partition(step)):
+            self._left_over.discard(step)
+            journal.mark_cleaned(self.run.rollouts(step))
+        else:
+            self._left_over.add(step)
+
+    async def _delete_partition(self, partition: str) -> bool:
         try:
             await self.client.delete_partition(partition)
         except (ControlError, TransportFailure) as error:
             logger.warning("partition %s was not removed: %s", partition, error)
-            self._left_over.add(step)
-        else:
-            self._left_over.discard(step)
-            journal.mark_cleaned(self.run.rollouts(step))
+            return False
+        return True

@@ -27,8 +27,6 @@ class Expectation:
     """`policy.max_total_sequence_length`."""
     features: frozenset[str]
     """Server features that the configuration needs, e.g. `chat`, `weights`."""
-    served_model: str | None = None
-    """Name that the configuration asks for; None takes the server's."""
 
 
 def check(handshake: Handshake, expected: Expectation) -> None:
@@ -90,10 +88,5 @@ def _limits(handshake: Handshake, expected: Expectation) -> list[str]:
         problems.append(
             f"the server lacks the feature(s) {', '.join(missing)}; it has "
             f"{', '.join(sorted(handshake.features)) or 'none'}"
-        )
-    if expected.served_model not in (None, handshake.model):
-        problems.append(
-            f"the configuration asks for the model {expected.served_model!r}, the server serves "
-            f"{handshake.model!r}"
         )
     return problems

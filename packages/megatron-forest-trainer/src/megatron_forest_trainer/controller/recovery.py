@@ -9,7 +9,6 @@ checkpoint of another schema, forest mode, row multiple or run is refused before
 
 import logging
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -141,7 +140,8 @@ def recover(
     positions: dict[str, int] = {}
     rollouts: dict[str, Rollout] = {}
     abandoned: list[str] = []
-    for folder in _folders(run, lambda step: step > completed):
+    begun = run.begun_steps()
+    for folder in (run.rollouts(step) for step in begun if step > completed):
         positions |= journal.positions(folder)
         used: set[str] = set()
         for snapshot in archive.read_rollouts(folder):
@@ -162,6 +162,17 @@ def recover(
                 reward=snapshot.reward,
                 finalized=archive.replay(snapshot, reader),
             )
+        for group in archive.read_groups(folder):
+            if not all(rollout_id in rollouts for rollout_id in group.rollout_ids):
+                archive.group_file(folder, group.group_id).unlink()
+                continue
+            archive.check_mode(
+                f"group {group.group_id}",
+                saved_forest=group.forest_training,
+                saved_multiple=group.row_multiple,
+                forest_training=forest_training,
+                row_multiple=row_multiple,
+            )
         abandoned += [a for a in journal.attempts(folder) if a not in used]
         (folder / archive.DECISIONS_FILE).unlink(missing_ok=True)
     logger.info(
@@ -180,9 +191,9 @@ def recover(
         rollouts=rollouts,
         abandoned=tuple(abandoned),
         uncleaned=tuple(
-            int(folder.name.removeprefix("step"))
-            for folder in _folders(run, lambda step: step <= completed)
-            if not journal.is_cleaned(folder)
+            step
+            for step in begun
+            if step <= completed and not journal.is_cleaned(run.rollouts(step))
         ),
     )
 
@@ -192,10 +203,3 @@ def _usable(snapshot: RolloutSnapshot, completed: int) -> bool:
     versions = {span.version for call in snapshot.receipt.calls for span in call.weight_spans}
     steps = [version_step(version) for version in versions]
     return all(step is not None and step <= completed for step in steps)
-
-
-def _folders(run: RunDirectory, keep: Callable[[int], bool]) -> list[Path]:
-    folder = run.root / "rollouts"
-    if not folder.is_dir():
-        return []
-    return [p for p in sorted(folder.glob("step*")) if keep(int(p.name.removeprefix("step")))]

@@ -111,7 +111,7 @@ async def _lead(setup: Setup) -> None:
                     reporter=reporter,
                     served_model=served_model,
                 )
-                await loop.cleaner.recovered(left.abandoned, left.uncleaned)
+                await loop.cleaner.started(left.abandoned, left.uncleaned)
                 await loop.run()
     except BaseException as error:
         await learner.stop(error=f"{type(error).__name__}: {error}")
@@ -124,10 +124,14 @@ async def _lead(setup: Setup) -> None:
 async def _shake_hands(config: Config, client: ControlClient) -> str:
     """Check the server; returns the served model's name."""
     found = await client.handshake()
+    tokenizer = config.policy.tokenizer.name
     handshakes.check(
         found,
         handshakes.Expectation(
-            digests=model_digests(Path(required(config.policy.model_name))),
+            digests=model_digests(
+                Path(required(config.policy.model_name)),
+                tokenizer=Path(tokenizer) if tokenizer else None,
+            ),
             max_row_tokens=config.policy.max_total_sequence_length,
             features=NEEDED_FEATURES,
         ),

@@ -55,6 +55,8 @@ class RunDirectory:
 
     root: Path
     run_id: str
+    stale: tuple[str, ...] = ()
+    """Partitions of an earlier start whose folder this run took over."""
 
     @classmethod
     def open(cls, root: Path, *, resume: bool) -> "RunDirectory":
@@ -74,15 +76,24 @@ class RunDirectory:
                 f"logger.log_dir {root} holds a run that has trained; name another folder, or "
                 "continue it with checkpointing.enabled: true and checkpointing.resume: true"
             )
+        stale: tuple[str, ...] = ()
+        if file.is_file():
+            earlier = cls(root, msgspec.json.decode(file.read_bytes(), type=_RunFile).run_id)
+            stale = tuple(earlier.partition(step) for step in earlier.begun_steps())
         for name in ("rollouts", "weights"):
             shutil.rmtree(root / name, ignore_errors=True)
         run = _RunFile(run_id=secrets.token_hex(4))
         write_whole(file, msgspec.json.encode(run))
-        return cls(root.resolve(), run.run_id)
+        return cls(root.resolve(), run.run_id, stale)
 
     def partition(self, step: int) -> str:
         """Partition of the attempts of `step`, unique to the run."""
         return f"run-{self.run_id}-step{step:06d}"
+
+    def begun_steps(self) -> list[int]:
+        """Steps that have a rollout folder, oldest first."""
+        folders = (self.root / "rollouts").glob("step*")
+        return sorted(int(folder.name.removeprefix("step")) for folder in folders)
 
     def rollouts(self, step: int) -> Path:
         """Folder of the step's rollouts."""

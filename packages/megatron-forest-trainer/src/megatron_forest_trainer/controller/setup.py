@@ -303,6 +303,7 @@ def _open_writers(config: Config, run: RunDirectory, *, first_step: int) -> Reco
                 run.root,
                 project=wandb.project,
                 name=wandb.name,
+                run_id=run.run_id,
                 config=msgspec.to_builtins(config),
             )
         )

@@ -80,16 +80,27 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Scalars of each record in a Weights & Biases run."""
+    """Scalars of each record in a Weights & Biases run, the same one after a restart."""
 
     def __init__(
-        self, directory: Path, *, project: str, name: str | None, config: Mapping[str, Any]
+        self,
+        directory: Path,
+        *,
+        project: str,
+        name: str | None,
+        run_id: str,
+        config: Mapping[str, Any],
     ) -> None:
         _require("wandb", "logger.wandb_enabled")
         import wandb
 
         self._run = wandb.init(
-            project=project, name=name, dir=str(directory), config=dict(config), resume="allow"
+            project=project,
+            name=name,
+            id=run_id,
+            dir=str(directory),
+            config=dict(config),
+            resume="allow",
         )
 
     def write(self, record: StepRecord) -> None:
