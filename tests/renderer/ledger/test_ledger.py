@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+import time
 
 import msgspec
 import pytest
@@ -249,14 +250,39 @@ async def test_a_cancelled_admission_leaves_no_pending_call(capture):
 async def test_a_failure_is_recorded_although_its_recorder_is_cancelled(capture):
     attempt = await capture.attempt()
     intent = await capture.admit(attempt)
+    capture.ledger._writer.submit(lambda db: time.sleep(0.1))  # what follows waits in the queue
     recording = asyncio.create_task(
         capture.ledger.record_failure(attempt, intent.call_id, Reason.CLIENT_DISCONNECTED)
     )
-    await asyncio.sleep(0)
+    await asyncio.sleep(0.03)
     recording.cancel()
     await asyncio.wait([recording])
     receipt = await capture.ledger.close(attempt, 1.0)
     assert [f.reason for f in receipt.failures] == [Reason.CLIENT_DISCONNECTED]
+
+
+async def test_an_operation_that_raises_takes_only_its_own_writes_back(capture):
+    writer = capture.ledger._writer
+
+    def note(name, error=None):
+        def operation(db):
+            db.execute("INSERT INTO meta VALUES (?, '')", (name,))
+            if error is not None:
+                raise error
+
+        return operation
+
+    writer.submit(lambda db: time.sleep(0.1))  # so that the others share a transaction
+    futures = [
+        writer.submit(note("first")),
+        writer.submit(note("refused", CoordinateError("refused"))),
+        writer.submit(note("last")),
+    ]
+    outcomes = [await asyncio.to_thread(future.exception) for future in futures]
+    assert [type(outcome) for outcome in outcomes] == [type(None), CoordinateError, type(None)]
+    rows = sqlite3.connect(capture.directory / "ledger.sqlite").execute("SELECT name FROM meta")
+    assert {"first", "last"} <= (names := {name for (name,) in rows})
+    assert "refused" not in names
 
 
 @pytest.mark.requirement("A3", "C17", "XF5")
