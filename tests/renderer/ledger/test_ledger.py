@@ -250,11 +250,12 @@ async def test_a_cancelled_admission_leaves_no_pending_call(capture):
 async def test_a_failure_is_recorded_although_its_recorder_is_cancelled(capture):
     attempt = await capture.attempt()
     intent = await capture.admit(attempt)
-    capture.ledger._writer.submit(lambda db: time.sleep(0.1))  # what follows waits in the queue
+    capture.ledger._writer.submit(lambda db: time.sleep(0.2))
+    await asyncio.sleep(0.05)  # what follows waits in the queue
     recording = asyncio.create_task(
         capture.ledger.record_failure(attempt, intent.call_id, Reason.CLIENT_DISCONNECTED)
     )
-    await asyncio.sleep(0.03)
+    await asyncio.sleep(0)
     recording.cancel()
     await asyncio.wait([recording])
     receipt = await capture.ledger.close(attempt, 1.0)
@@ -272,7 +273,8 @@ async def test_an_operation_that_raises_takes_only_its_own_writes_back(capture):
 
         return operation
 
-    writer.submit(lambda db: time.sleep(0.1))  # so that the others share a transaction
+    writer.submit(lambda db: time.sleep(0.2))
+    await asyncio.sleep(0.05)  # what follows shares a transaction
     futures = [
         writer.submit(note("first")),
         writer.submit(note("refused", CoordinateError("refused"))),
