@@ -166,12 +166,12 @@ def test_every_parameter_that_changes_the_distribution_is_known() -> None:
         "extra_args", "skip_reading_prefix_cache", "repetition_detection", "stream_interval",
         "routed_experts_prompt_start", "return_sampling_mask", "trace_decode_token_ids",
         "return_routed_experts", "bad_words_token_ids", "prompt_logprob_token_ids",
-        "prompt_logprob_start",
+        "prompt_logprob_start", "watermarking",  # of the server's configuration
     }  # fmt: skip
     refused = {
         "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
         "allowed_token_ids", "bad_words", "min_tokens", "structured_outputs",
-        "thinking_token_budget", "watermarking",
+        "thinking_token_budget",
     }  # fmt: skip
     fields = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
     assert fields - harmless - refused == set()

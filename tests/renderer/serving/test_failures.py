@@ -211,7 +211,7 @@ def test_allowed_unreproducible_sampling_marks_the_record(
 def test_custom_logits_processor_is_refused(
     episode: Episode, service: CaptureService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "_custom_processors", ("acme:Processor",))
+    monkeypatch.setattr(service, "_server_changes", ("logits processor acme:Processor",))
     with pytest.raises(openai.BadRequestError, match="logits processor acme:Processor"):
         episode.chat([ASK])
 

@@ -156,6 +156,12 @@ def check_server(vllm_config: Any) -> None:
         )
 
 
+def labels_tokens_with_versions() -> bool:
+    """Whether the engine says which weights made each generated token."""
+    output = importlib.import_module("vllm.outputs").CompletionOutput
+    return "weight_versions" in getattr(output, "__dataclass_fields__", {})
+
+
 def end_token_ids(model_config: Any, tokenizer: Any) -> frozenset[int]:
     """Ids that end a generation, by the tokenizer and the model's configurations."""
     generation = model_config.try_get_generation_config() or {}

@@ -26,7 +26,7 @@ from vllm_forest_renderer.renderer import ForestRenderer
 from vllm_forest_renderer.resolution import PrefixResolver
 from vllm_forest_renderer.serving.chat import ChatAdapter
 from vllm_forest_renderer.serving.exchange import CapturedApi
-from vllm_forest_renderer.serving.reasoning import judge_reasoning_on_tail
+from vllm_forest_renderer.serving.reasoning import judging_on_tail
 from vllm_forest_renderer.serving.responses import ResponsesAdapter
 from vllm_forest_renderer.serving.router import serving_router
 from vllm_forest_renderer.store.protocol import DeltaSink
@@ -110,12 +110,12 @@ class ForestEndpoints:
         )
         service = _service(config, vllm_config, ledger, sink, control)
         chat = ChatAdapter(
-            _capturing(state.openai_serving_chat, engine_client, "_make_parser"),
+            _capturing(state.openai_serving_chat, engine_client, "parser_cls"),
             default_model=model,
             incremental=config.chat_stream == "incremental",
         )
         responses = ResponsesAdapter(
-            _capturing(state.openai_serving_responses, engine_client, "_make_response_parser"),
+            _capturing(state.openai_serving_responses, engine_client, "parser"),
             default_model=model,
         )
         state.forest = ForestState(
@@ -141,11 +141,13 @@ class ForestEndpoints:
         )
 
 
-def _capturing(serving: Any, engine_client: Any, parser_factory: str) -> Any:
+def _capturing(serving: Any, engine_client: Any, parser_attribute: str) -> Any:
     """A copy of one of vLLM's serving objects that generates through the capture proxy."""
     copied = copy.copy(serving)
     copied.engine_client = CaptureClient(engine_client)
-    judge_reasoning_on_tail(copied, parser_factory)
+    parser_class = getattr(copied, parser_attribute)
+    if parser_class is not None:
+        setattr(copied, parser_attribute, judging_on_tail(parser_class))
     return copied
 
 
@@ -157,19 +159,24 @@ def _service(
         raise TypeError(
             f"prefix resolver {config.prefix_resolver!r} has no method resolve; see PrefixResolver"
         )
-    custom = [
+    processors = [
         processor if isinstance(processor, str) else processor.__qualname__
         for processor in vllm_config.model_config.logits_processors or ()
     ]
+    changing = [
+        f"logits processor {name}"
+        for name in processors
+        if name not in config.reproducible_logits_processors
+    ]
+    if getattr(vllm_config, "watermark_config", None) is not None:
+        changing.append("watermark")
     return CaptureService(
         ledger=ledger,
         sink=sink,
         resolver=resolver,
         control=control,
         logprobs_mode=vllm_config.model_config.logprobs_mode,
-        custom_processors=[
-            name for name in custom if name not in config.reproducible_logits_processors
-        ],
+        server_changes=changing,
         allow_unreproducible=config.allow_unreproducible_sampling,
         hot_prefix_tokens=config.hot_prefix_tokens,
     )

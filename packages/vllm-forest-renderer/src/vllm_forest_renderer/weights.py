@@ -37,11 +37,12 @@ class EngineControl:
         self._paused = False
         self._broken: str | None = None
         self._counted_version = "default"
-        self._reports_versions = hasattr(engine, "update_weight_version")
+        self._names_versions = hasattr(engine, "update_weight_version")
+        self._labels_tokens = compat.labels_tokens_with_versions()
 
     async def weight_version(self) -> str:
         """Name of the weights that the next token is made with."""
-        if self._reports_versions:
+        if self._names_versions:
             version: str = await self._engine.get_weight_version()
             return version
         return self._counted_version
@@ -115,7 +116,7 @@ class EngineControl:
                 await self._engine.collective_rpc(
                     "reload_weights", kwargs={"weights_path": str(directory)}
                 )
-                if self._reports_versions:
+                if self._names_versions:
                     await self._engine.update_weight_version(update.version)
                 await self._reset_prefix_cache()
             except Exception as error:
@@ -134,7 +135,7 @@ class EngineControl:
         if self._paused:
             return
         # Without labels on every token, no generation may span two versions: let them finish.
-        mode = "keep" if self._reports_versions else "wait"
+        mode = "keep" if self._labels_tokens else "wait"
         await self._engine.pause_generation(mode=mode, clear_cache=False)
         self._paused = True
 

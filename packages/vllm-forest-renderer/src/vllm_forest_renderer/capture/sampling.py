@@ -21,7 +21,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0, None),
     "structured_outputs": (None,),
     "thinking_token_budget": (None,),
-    "watermarking": (None, False),
 }
 """Parameters that change the distribution -> values that do not."""
 
@@ -29,15 +28,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 def unreproducible_parameters(params: Any, custom_processors: Collection[str] = ()) -> list[str]:
     """Names of what keeps the trainer from rebuilding the sampled distribution.
 
-    `params` are vLLM's `SamplingParams`; `custom_processors` the server's custom logits
-    processors.
+    `params` are vLLM's `SamplingParams`; `custom_processors` names what the server itself does to
+    every distribution.
     """
     found = [
         name
         for name, neutral in _NEUTRAL.items()
         if getattr(params, name, neutral[0]) not in neutral
     ]
-    return [*found, *(f"logits processor {name}" for name in sorted(custom_processors))]
+    return [*found, *sorted(custom_processors)]
 
 
 def sampling_record(params: Any, *, logprobs_mode: str, reproducible: bool) -> SamplingRecord:

@@ -39,17 +39,17 @@ class CaptureService:
         resolver: PrefixResolver,
         control: EngineControl,
         logprobs_mode: str,
-        custom_processors: Sequence[str],
+        server_changes: Sequence[str],
         allow_unreproducible: bool,
         hot_prefix_tokens: int,
     ) -> None:
-        """`custom_processors` are the logits processors that change the distribution."""
+        """`server_changes` names what the server does to every sampled distribution."""
         self._ledger = ledger
         self._sink = sink
         self._resolver = resolver
         self._control = control
         self._logprobs_mode = logprobs_mode
-        self._custom_processors = tuple(custom_processors)
+        self._server_changes = tuple(server_changes)
         self._allow_unreproducible = allow_unreproducible
         self._prefixes = PrefixCache(sink, capacity_tokens=hot_prefix_tokens)
         self._background: set[asyncio.Task[Any]] = set()
@@ -72,7 +72,7 @@ class CaptureService:
         )
 
     async def _admit(self, call: Call, params: Any) -> None:
-        changed = unreproducible_parameters(params, self._custom_processors)
+        changed = unreproducible_parameters(params, self._server_changes)
         if changed and not self._allow_unreproducible:
             raise ForestError(
                 Reason.UNREPRODUCIBLE_SAMPLING,

@@ -8,42 +8,36 @@ whole of it would take them for the end of the reasoning that is about to be gen
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_forest_renderer.context import CURRENT, Call
+from vllm_forest_renderer.context import CURRENT
 
 
-def judge_reasoning_on_tail(serving: Any, factory: str) -> None:
-    """Let the parsers of `serving` (a copy of vLLM's serving object) see the tail as prompt.
+def judging_on_tail(parser_class: Any) -> Any:
+    """A subclass of one of vLLM's parsers that sees the tail of a spliced prompt as the prompt."""
 
-    `factory` names the method that makes a parser for a request.
-    """
-    make_parser = getattr(serving, factory)
+    class Judging(parser_class):  # type: ignore[misc]
+        def __init__(self, *args: Any, **keywords: Any) -> None:
+            super().__init__(*args, **keywords)
+            # Parsers are made in the task of their request; a stream goes on in another one.
+            self._forest_call = CURRENT.get()
+            if self._forest_call is not None:
+                self._forest_call.parser = self
 
-    def make(*args: Any, **keywords: Any) -> Any:
-        parser = make_parser(*args, **keywords)
-        call = CURRENT.get()
-        if call is not None and parser is not None:
-            call.parser = parser
-            for method in ("is_reasoning_end", "set_prompt_token_ids"):
-                setattr(parser, method, _on_tail(getattr(parser, method), call))
-            parser.parse_delta = _deltas_on_tail(parser.parse_delta, call)
-        return parser
+        def _newly_rendered(self, token_ids: Sequence[int]) -> Sequence[int]:
+            call = getattr(self, "_forest_call", None)
+            if call is None or call.predecessor is None or token_ids != call.prompt_tokens:
+                return token_ids
+            return call.tail_tokens
 
-    setattr(serving, factory, make)
+        def is_reasoning_end(self, input_ids: Sequence[int]) -> Any:
+            return super().is_reasoning_end(self._newly_rendered(input_ids))
 
+        def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> Any:
+            return super().set_prompt_token_ids(self._newly_rendered(prompt_token_ids))
 
-def _on_tail(method: Any, call: Call) -> Any:
-    def judge(token_ids: Sequence[int]) -> Any:
-        if call.predecessor is not None and token_ids == call.prompt_tokens:
-            return method(call.tail_tokens)
-        return method(token_ids)
+        def parse_delta(self, *args: Any, **keywords: Any) -> Any:
+            if keywords.get("prompt_token_ids") is not None:
+                keywords["prompt_token_ids"] = self._newly_rendered(keywords["prompt_token_ids"])
+            return super().parse_delta(*args, **keywords)
 
-    return judge
-
-
-def _deltas_on_tail(parse_delta: Any, call: Call) -> Any:
-    def parse(*args: Any, **keywords: Any) -> Any:
-        if call.predecessor is not None and keywords.get("prompt_token_ids") is not None:
-            keywords["prompt_token_ids"] = call.tail_tokens
-        return parse_delta(*args, **keywords)
-
-    return parse
+    Judging.__name__ = Judging.__qualname__ = f"Forest{parser_class.__name__}"
+    return Judging
