@@ -50,3 +50,9 @@ LATE_COMMITS = Counter(
     "forest_late_commits", "Captures that came after their attempt was sealed, and stay isolated"
 )
 STORE_BYTES = Counter("forest_store_bytes", "Bytes written into shards", ["kind"])
+
+ROOTS = Counter("forest_root_calls", "Captured calls without a parent", ["reason"])
+CONTINUATIONS = Counter("forest_continuation_calls", "Captured calls that continue another")
+SPLICED_TOKENS = Counter("forest_spliced_tokens", "Prompt tokens taken over from a parent")
+GENERATED_TOKENS = Counter("forest_generated_tokens", "Captured generated tokens")
+REFUSALS = Counter("forest_refused_requests", "Requests refused with nothing written", ["reason"])

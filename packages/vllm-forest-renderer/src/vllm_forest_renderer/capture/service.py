@@ -15,6 +15,7 @@ from forest_schema.items import SourceHistory
 from forest_schema.reasons import EFFECTS, Effect, Reason
 from forest_schema.records import CallRecord
 
+from vllm_forest_renderer import metrics
 from vllm_forest_renderer.capture.prefixes import PrefixCache
 from vllm_forest_renderer.capture.record import Answer, build_delta, build_record, replay_summary
 from vllm_forest_renderer.capture.sampling import sampling_record, unreproducible_parameters
@@ -129,6 +130,12 @@ class CaptureService:
             await self.fail(call, error)
             raise
         self._prefixes.put(call.call_id, [*(call.prompt_tokens or ()), *call.generation.tokens])
+        metrics.GENERATED_TOKENS.inc(record.generated_len)
+        if record.parent_call_id is None:
+            metrics.ROOTS.labels(record.root_reason).inc()
+        else:
+            metrics.CONTINUATIONS.inc()
+            metrics.SPLICED_TOKENS.inc(record.prev_len)
         return record
 
     async def _note_absence(self, call: Call, completing: "asyncio.Task[CallRecord]") -> None:

@@ -29,7 +29,7 @@ class Failure:
     """An error answer, as a response of its own or as the last event of a stream."""
 
     error: ErrorBody.Error
-    retryable: bool
+    intent_written: bool
 
     @classmethod
     def of(cls, error: ForestError, *, intent_written: bool) -> "Failure":
@@ -51,14 +51,15 @@ class Failure:
         cls, status: int, message: str, reason: Reason, param: str | None, intent_written: bool
     ) -> "Failure":
         error = ErrorBody.Error(message=message, type=reason, param=param, code=status)
-        return cls(error, retryable=status >= 500 and not intent_written)
+        return cls(error, intent_written)
 
     def response(self) -> Response:
         """The error as a response."""
+        retryable = self.error.code >= 500 and not self.intent_written
         return Response(
             msgspec.json.encode(ErrorBody(error=self.error)),
             self.error.code,
-            headers={} if self.retryable else {"x-should-retry": "false"},
+            headers={} if retryable else {"x-should-retry": "false"},
             media_type="application/json",
         )
 

@@ -13,7 +13,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from forest_schema.control import MeasureAnswer
 
-from vllm_forest_renderer import compat
+from vllm_forest_renderer import compat, metrics
 from vllm_forest_renderer.capture.service import CaptureService
 from vllm_forest_renderer.context import CURRENT, Call
 from vllm_forest_renderer.errors import ForestError
@@ -43,6 +43,8 @@ class CapturedApi:
                 return await self._stream(call, prepared, body, raw_request)
             response = await self._answer(call, prepared, raw_request)
         except Ended as ended:
+            if not ended.failure.intent_written:
+                metrics.REFUSALS.labels(ended.failure.error.type).inc()
             return ended.failure.response()
         return JSONResponse(self._adapter.dump(response))
 

@@ -14,7 +14,7 @@ from vllm_forest_renderer.context import CURRENT
 def judging_on_tail(parser_class: Any) -> Any:
     """A subclass of one of vLLM's parsers that sees the tail of a spliced prompt as the prompt."""
 
-    class Judging(parser_class):  # type: ignore[misc]
+    class Judging(parser_class):
         def __init__(self, *args: Any, **keywords: Any) -> None:
             super().__init__(*args, **keywords)
             # Parsers are made in the task of their request; a stream goes on in another one.
