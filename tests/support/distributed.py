@@ -15,8 +15,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["megatron_forest_trainer.learner", "transformers"])
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["megatron_forest_trainer.controller.run", "transformers"])
 
 
 class RankError(AssertionError):
@@ -34,8 +34,8 @@ def run_ranks(
     port = _free_port()
     processes, connections = [], []
     for rank in range(ranks):
-        parent, child = _context.Pipe(duplex=False)
-        process = _context.Process(target=_rank, args=(child, rank, ranks, port, function, args))
+        parent, child = FORKSERVER.Pipe(duplex=False)
+        process = FORKSERVER.Process(target=_rank, args=(child, rank, ranks, port, function, args))
         process.start()
         child.close()
         processes.append(process)

@@ -9,7 +9,7 @@ from megatron_forest_trainer.logging_.records import read_records
 
 from tests.support.byte_model import make_byte_model
 from tests.support.engine import CONTROL_TOKEN, EngineServer
-from tests.trainer.controller.training import train, write_config
+from tests.trainer.controller.training import ForkedRun, train, write_config
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,8 @@ def test_rollouts_overlap_training_within_the_permitted_staleness(
         },
         grpo={"max_num_steps": 4},
     )
-    run = train(config)
-    assert run.returncode == 0, run.stderr
+    run = ForkedRun(config)
+    assert run.wait() == 0, run.stderr
     records = read_records(tmp_path / "out")
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     lags = [record["staleness/max"] for record in records]

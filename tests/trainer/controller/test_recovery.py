@@ -1,8 +1,6 @@
 """A killed run goes on: nothing is trained twice, nothing usable is lost."""
 
 import json
-import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from vllm_forest_renderer.errors import AttemptError
 from tests.support.byte_model import make_byte_model
 from tests.support.engine import wait_until
 from tests.support.scripted_server import ScriptedServer
-from tests.trainer.controller.training import command, environment, train, write_config
+from tests.trainer.controller.training import ForkedRun, write_config
 
 
 @pytest.fixture(scope="module")
@@ -90,14 +88,13 @@ def test_a_run_killed_in_the_middle_of_a_step_goes_on(
     stall(tmp_path / "tasks.jsonl", 2)
     out = tmp_path / "out"
     second = out / "rollouts" / "step000002"
-    running = subprocess.Popen(command(config), cwd=Path.cwd(), env=environment())
+    running = ForkedRun(config)
     try:
         wait_until(
             lambda: server.open_now == 2 and len(list(second.glob("*.rollout.json"))) == 2, 120
         )
     finally:
-        running.send_signal(signal.SIGKILL)
-        running.wait()
+        running.kill()
     assert [record["step"] for record in read_records(out)] == [1]
     first_step = {f: f.read_bytes() for f in (out / "rollouts" / "step000001").glob("*.json")}
     first_step = {f: d for f, d in first_step.items() if f.name != archive.DECISIONS_FILE}
@@ -109,8 +106,8 @@ def test_a_run_killed_in_the_middle_of_a_step_goes_on(
     before, updates = chats(server), list(server.engine.updates)
     assert updates == ["step-0", "step-1"]
 
-    again = train(config)
-    assert again.returncode == 0, again.stderr
+    again = ForkedRun(config)
+    assert again.wait() == 0, again.stderr
     records = read_records(out)
     assert [record["step"] for record in records] == [1, 2, 3]
     assert all(record["logical_rollouts"] == 4 for record in records)
@@ -137,13 +134,13 @@ def test_a_finished_run_has_nothing_more_to_do(
     server: ScriptedServer, model: Path, tmp_path: Path
 ) -> None:
     config = config_of(server, model, tmp_path, grpo={"max_num_steps": 1})
-    assert train(config).returncode == 0
+    assert ForkedRun(config).wait() == 0
     before = chats(server)
-    again = train(config)
-    assert again.returncode == 0, again.stderr
+    again = ForkedRun(config)
+    assert again.wait() == 0, again.stderr
     assert chats(server) == before
-    longer = train(config, "grpo.max_num_steps=2")
-    assert longer.returncode == 0, longer.stderr
+    longer = ForkedRun(config, "grpo.max_num_steps=2")
+    assert longer.wait() == 0, longer.stderr
     assert [record["step"] for record in read_records(tmp_path / "out")] == [1, 2]
 
 

@@ -17,7 +17,13 @@ from tests.support.distributed import RankError, run_ranks
 from tests.support.engine import wait_until
 from tests.support.models import REPOSITORY
 from tests.support.scripted_server import ScriptedServer
-from tests.trainer.controller.training import command, environment, train, write_config
+from tests.trainer.controller.training import (
+    ForkedRun,
+    command,
+    environment,
+    train,
+    write_config,
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +71,8 @@ def test_a_step_whose_rollouts_are_all_above_the_threshold_changes_nothing(
     server: ScriptedServer, model: Path, tmp_path: Path
 ) -> None:
     config = config_of(server, model, tmp_path)
-    run = train(config, "grpo.seq_logprob_error_threshold=1.0001")
-    assert run.returncode == 1
+    run = ForkedRun(config, "grpo.seq_logprob_error_threshold=1.0001")
+    assert run.wait() == 1
     assert "step 1: none of the 12 rows has a token to train on" in run.stderr
     assert "Traceback" not in run.stderr
     assert read_records(tmp_path / "out") == []
@@ -112,8 +118,8 @@ def test_a_dropped_budget_ends_the_run_with_the_cause(
     server: ScriptedServer, model: Path, tmp_path: Path
 ) -> None:
     broken = "harness.target=tests.trainer.controller.agents:broken"
-    run = train(config_of(server, model, tmp_path), broken, ranks=2)
-    assert run.returncode == 1
+    run = ForkedRun(config_of(server, model, tmp_path), broken)
+    assert run.wait() == 1
     assert "max_dropped_groups permits 0" in run.stderr
     assert "KeyError: 'scripted bug'" in run.stderr
 
