@@ -156,6 +156,23 @@ def check_server(vllm_config: Any) -> None:
         )
 
 
+def offline_renderer(model: str, **options: Any) -> Any:
+    """The renderer that a server of this model would have, without an engine."""
+    config = importlib.import_module("vllm.config")
+    vllm_config = config.VllmConfig(model_config=config.ModelConfig(model, **options))
+    return importlib.import_module("vllm.renderers.registry").renderer_from_config(vllm_config)
+
+
+def chat_params(chat_template: str | None, tools: Any) -> Any:
+    """vLLM's `ChatParams` for a plain chat request."""
+    keywords = {"add_generation_prompt": True, "continue_final_message": False, "tokenize": False}
+    if tools is not None:
+        keywords["tools"] = tools
+    return importlib.import_module("vllm.renderers.params").ChatParams(
+        chat_template=chat_template, chat_template_kwargs=keywords
+    )
+
+
 def labels_tokens_with_versions() -> bool:
     """Whether the engine says which weights made each generated token."""
     output = importlib.import_module("vllm.outputs").CompletionOutput

@@ -25,6 +25,13 @@ wrapped: dict[str, tuple[str, str]] = {}
 
 def register() -> None:
     """Entry point `vllm.general_plugins: forest_renderer`. Raises `UnsupportedVllm`."""
+    wrap_renderers()
+    if multiprocessing.parent_process() is None and (advice := activation_advice()):
+        logger.warning("%s", advice)
+
+
+def wrap_renderers() -> None:
+    """Put the hook in front of every registered renderer. Raises `UnsupportedVllm`."""
     compat.check_version()
     registry = compat.RENDERER_REGISTRY
     for mode, (module, class_name) in list(registry.renderers.items()):
@@ -32,8 +39,6 @@ def register() -> None:
             wrapped[mode] = (module, class_name)
             # Not `registry.register`: it warns about every overwritten renderer.
             registry.renderers[mode] = (_RENDERER_MODULE, f"Forest_{mode}")
-    if multiprocessing.parent_process() is None and (advice := activation_advice()):
-        logger.warning("%s", advice)
 
 
 def activation_advice() -> str | None:

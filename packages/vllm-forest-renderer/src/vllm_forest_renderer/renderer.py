@@ -83,8 +83,8 @@ class ForestRenderer:
         parent = candidate.parent
         tokens = await call.history_tokens(parent, call.calls)
         try:
-            tail = await self._forest_prover().prove(
-                partial(_rendered_text, render, params),
+            tail = await self.forest_prover().prove(
+                partial(rendered_text, render, params),
                 messages,
                 _turn_count(messages, candidate, call),
                 generated=tokens[len(tokens) - parent.generated_len :],
@@ -100,7 +100,8 @@ class ForestRenderer:
         call.predecessor = Predecessor(parent, tokens, candidate.used_null_empty_equivalence)
         return list(messages), compat.TokensPrompt(prompt_token_ids=tokens + tail_tokens)
 
-    def _forest_prover(self) -> TailProver:
+    def forest_prover(self) -> TailProver:
+        """The prover over this renderer's tokenizer."""
         if self._prover is None:
             renderer: Any = self
             tokenizer = renderer.get_tokenizer()
@@ -118,10 +119,10 @@ class ForestRenderer:
         prompt = await renderer._tokenize_prompt_async(
             compat.TextPrompt(prompt=tail.anchor + tail.text), params
         )
-        return self._forest_prover().tail_tokens(tail, prompt["prompt_token_ids"])
+        return self.forest_prover().tail_tokens(tail, prompt["prompt_token_ids"])
 
 
-async def _rendered_text(render: Any, params: Any, messages: Sequence[Any]) -> str:
+async def rendered_text(render: Any, params: Any, messages: Sequence[Any]) -> str:
     """The template's text for `messages`. Raises `NotProvable`."""
     _, prompt = await render(list(messages), params)
     text = prompt.get("prompt") if isinstance(prompt, dict) else None
