@@ -1,7 +1,6 @@
 """Saved, resumed and resharded training continues like uninterrupted training."""
 
 import pytest
-import torch
 from megatron_forest_trainer.core.plan import FixedShape
 
 from tests.support.distributed import run_ranks
@@ -78,9 +77,9 @@ def test_foreign_checkpoints_are_refused(tmp_path, untied):
     (kind,) = run_ranks(error_of, "load", make_config(**SHARDED), untied, directory)
     assert "use_distributed_optimizer: false" in kind
 
-    common = torch.load(directory / "common.pt", weights_only=False)
-    torch.save(common | {"forest_schema": 4}, directory / "common.pt")
-    (version,) = run_ranks(error_of, "load", make_config(), untied, directory)
+    older = tmp_path / "older"
+    run_ranks(save_as_schema, 4, make_config(), untied, step_for(1), older)
+    (version,) = run_ranks(error_of, "load", make_config(), untied, older)
     assert "schema version 4 is not supported" in version
     (early,) = run_ranks(error_of, "save", make_config(), untied, tmp_path / "new")
     assert "before the first optimizer step" in early
@@ -96,6 +95,30 @@ def error_of(method, config, hf_dir, directory) -> str:
     except (ValueError, OSError) as error:
         return str(error)
     return "accepted"
+
+
+def save_as_schema(schema, config, hf_dir, step, directory) -> None:
+    from megatron_forest_trainer.checkpoint import distributed
+
+    distributed.SNAPSHOT_SCHEMA = schema
+    train_and_save(config, hf_dir, step, directory, 1, 0)
+
+
+@pytest.mark.requirement("J1")
+@pytest.mark.parametrize("overrides", [{}, SHARDED], ids=["plain", "sharded"])
+def test_a_resumed_run_uses_its_own_hyperparameters(tmp_path, untied, overrides):
+    directory = tmp_path / "checkpoint"
+    linear = {
+        f"{CFG}scheduler__lr_decay_style": "linear",
+        f"{CFG}scheduler__lr_decay_iters": 10,
+    }
+    first = make_config(**overrides, **linear)
+    (before,) = run_ranks(train_and_save, first, untied, step_for(1), directory, 2, 1)
+    slower = {f"{CFG}optimizer__lr": 1e-4, f"{CFG}optimizer__adam_beta2": 0.9}
+    second = make_config(**overrides, **linear, **slower)
+    (after,) = run_ranks(resume, second, untied, step_for(1), directory, 1)
+    assert before[0]["lr"] == pytest.approx(1e-3 * 0.8)
+    assert after[0]["lr"] == pytest.approx(1e-4 * 0.8)
 
 
 def error_of_save(config, hf_dir, step, directory) -> str:

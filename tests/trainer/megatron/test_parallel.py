@@ -108,6 +108,21 @@ def test_distributed_optimizer_takes_the_same_step(untied):
         assert abs(sharded[0][name] - weight).max() < 1e-6, name
 
 
+@pytest.mark.requirement("H8")
+@pytest.mark.parametrize("distributed", [False, True])
+def test_bfloat16_trains_close_to_float32(untied, oracles, distributed):
+    step = make_step(rollouts(), ADVANTAGES, shape_of("packed", 2))
+    config = make_config(
+        policy__precision="bfloat16",
+        **{f"{CFG}optimizer__use_distributed_optimizer": distributed},
+    )
+    results = run_ranks(run_step, config, untied, step, SHIFT, ranks=2)
+    oracle = oracles[untied]
+    assert results[0]["stats"] == results[1]["stats"]
+    assert results[0]["stats"]["loss"] == pytest.approx(oracle.loss, abs=0.02)
+    assert results[0]["stats"]["retained_tokens"] == oracle.tokens
+
+
 def exported_step(config, hf_dir, step):
     """Two optimizer steps; the weights under Hugging Face names."""
     from megatron_forest_trainer.learner import Learner

@@ -2,8 +2,9 @@
 
 Guarantees: a checkpoint directory appears at once and complete; a resumed run on the same layout
 continues bit for bit like an uninterrupted one; weights and optimizer state can be read back under
-another tensor-, pipeline- or data-parallel layout. A checkpoint of another schema version, or of
-the other kind of optimizer, is refused.
+another tensor-, pipeline- or data-parallel layout; hyperparameters are those of the resumed run's
+configuration, and the schedule goes on from the checkpoint's step. A checkpoint of another schema
+version, or of the other kind of optimizer, is refused.
 """
 
 import os
@@ -21,6 +22,8 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron_forest_trainer.optimization import Trainable
 
 _FORMAT = ("torch_dist", 1)
+_GROUP_STATE = ("params", "step")
+"""What an optimizer's parameter group holds beside hyperparameters."""
 
 
 def save_checkpoint(trainable: Trainable, directory: Path, *, step: int) -> None:
@@ -67,6 +70,10 @@ def load_checkpoint(trainable: Trainable, directory: Path) -> int:
             f"checkpoint {directory}: written with policy.megatron_cfg.optimizer."
             f"use_distributed_optimizer: {str(saved).lower()}; resume with the same value"
         )
+    hyperparameters = [
+        {key: value for key, value in group.items() if key not in _GROUP_STATE}
+        for group in trainable.optimizer.param_groups
+    ]
     with _repaired_torch_adam(trainable.optimizer):
         state = dist_checkpointing.load(
             _sharded_state(trainable, step=0, loading=True), str(directory)
@@ -75,7 +82,11 @@ def load_checkpoint(trainable: Trainable, directory: Path) -> int:
         # The distributed optimizer's float32 weights are views of parameters that need gradients.
         with torch.no_grad():
             trainable.optimizer.load_state_dict(state["optimizer"])
-    trainable.scheduler.load_state_dict(state["scheduler"])
+    for group, own in zip(trainable.optimizer.param_groups, hyperparameters, strict=True):
+        group.update(own)
+    trainable.scheduler.num_steps = 0
+    # Counts on to the checkpoint's step and sets the learning rate that follows from it.
+    trainable.scheduler.step(increment=state["scheduler"]["num_steps"])
     step: int = state["step"]
     return step
 
