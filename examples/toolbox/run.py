@@ -1,0 +1,121 @@
+"""Run the example from nothing to a table: server, rollouts, GRPO steps, checks.
+
+Guarantees: exits with 0 only when every check of `checks.py` holds; the server is stopped in any
+case; OUT holds the checkpoint that was served, the tasks, the logs, the store with its shards, the
+receipts, the step records (steps.jsonl) and the table.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from toolbox.checks import failed_checks  # noqa: E402
+from toolbox.server import ServerFailed, serving  # noqa: E402
+from toolbox.table import step_table  # noqa: E402
+from toolbox.task import tasks  # noqa: E402
+
+TASKS = 256
+TASK_SEED = 1
+
+console = Console(width=None if sys.stdout.isatty() else 120)
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out/demo"),
+    model: Annotated[Path, typer.Option(help="Checkpoint to start from.")] = HERE / "model",
+    ranks: Annotated[int, typer.Option(help="Data-parallel trainer processes.", min=1)] = 2,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Configuration overrides.")
+    ] = None,
+) -> None:
+    """Capture a tiny agent's calls, train on them, and check the run."""
+    out = out.absolute()
+    if (out / "steps.jsonl").exists():
+        _fail(f"{out} holds the results of an earlier run; remove it or choose another OUT")
+    out.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with (out / "tasks.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(t) + "\n" for t in itertools.islice(tasks(TASK_SEED), TASKS))
+    try:
+        with serving(model, out, console) as server:
+            status = _train(out, model, server.settings(), ranks, overrides or [])
+    except ServerFailed as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        _fail("interrupted")
+    if status:
+        _fail(f"the trainer exited with status {status}; see {out / 'trainer.log'}")
+    records = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    table = step_table(records)
+    console.print(table)
+    with (out / "table.txt").open("w", encoding="utf-8") as file:
+        Console(file=file, width=120).print(table)
+    failed = failed_checks(records)
+    for line in failed:
+        console.print(f"[red]failed[/red] {line}")
+    if failed:
+        raise typer.Exit(1)
+    console.print(
+        f"[green]All checks hold[/green] after {time.monotonic() - started:.0f} s. Results: {out}"
+    )
+
+
+def _train(out: Path, model: Path, server: dict[str, str], ranks: int, overrides: list[str]) -> int:
+    settings = {
+        **server,
+        "policy.model_name": str(model),
+        "data.train.data_path": str(out / "tasks.jsonl"),
+        "logger.log_dir": str(out),
+    }
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        f"--nproc-per-node={ranks}", "-m", "megatron_forest_trainer.cli",
+        "grpo", "--config", str(HERE / "config.yaml"),
+        *(f"{key}={value}" for key, value in settings.items()), *overrides,
+    ]  # fmt: skip
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(
+            [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
+    }
+    with _shown(out / "trainer.log") as stream:
+        return subprocess.run(command, env=environment, stderr=stream, check=False).returncode
+
+
+@contextlib.contextmanager
+def _shown(path: Path) -> Iterator[int | None]:
+    """Standard error of the trainer: the terminal, which draws its progress, or a copy in a log."""
+    if sys.stderr.isatty():
+        yield None
+        return
+    tee = subprocess.Popen(["tee", str(path)], stdin=subprocess.PIPE, stdout=sys.stderr)
+    assert tee.stdin is not None
+    try:
+        yield tee.stdin.fileno()
+    finally:
+        tee.stdin.close()
+        tee.wait()
+
+
+def _fail(message: str) -> None:
+    console.print(f"[red]demo:[/red] {message}")
+    raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

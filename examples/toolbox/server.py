@@ -1,0 +1,118 @@
+"""The stock vLLM server as a child process.
+
+Guarantees: the plugin is found through its entry points alone; the process is stopped on the way
+out, whatever happened; a server that does not come up is reported with the end of its log.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+
+START_TIMEOUT_S = 300.0
+
+
+class ServerFailed(RuntimeError):
+    """The server did not come up."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server."""
+
+    url: str
+    token_file: Path
+    store: Path
+
+    def settings(self) -> dict[str, str]:
+        """Configuration keys that reach it."""
+        return {
+            "server.url": self.url,
+            "server.control_token_file": str(self.token_file),
+            "server.store_path": str(self.store),
+        }
+
+
+@contextlib.contextmanager
+def serving(model: Path, out: Path, console: Console) -> Iterator[Server]:
+    """Serve `model`, with the ledger and the store below `out`. Raises `ServerFailed`."""
+    token, token_file = secrets.token_urlsafe(32), out / "control_token"
+    token_file.touch(mode=0o600)
+    token_file.write_text(token)
+    port = _free_port()
+    server = Server(f"http://127.0.0.1:{port}", token_file, out / "store")
+    forest = {"state_dir": str(out / "state"), "store_dir": str(server.store)}
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry",
+        "--model", str(model), "--served-model-name", "toolbox",
+        "--host", "127.0.0.1", "--port", str(port),
+        "--dtype", "float32", "--enforce-eager",
+        "--max-model-len", "1024", "--max-num-seqs", "32", "--block-size", "32",
+        "--kv-cache-memory-bytes", str(256 << 20),
+        "--distributed-executor-backend", "uni",
+        "--reasoning-parser", "qwen3",
+        "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+        "--generation-config", "vllm",
+        "--logprobs-mode", "processed_logprobs",
+        "--disable-uvicorn-access-log",
+        "--additional-config", json.dumps({"forest": forest}),
+    ]  # fmt: skip
+    environment = {
+        **os.environ,
+        "VLLM_PLUGINS": "forest_renderer,forest_endpoints",
+        "FOREST_CONTROL_TOKEN": token,
+        # One small process on the CPU: no worker processes, no compiler, no hub.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    log = out / "server.log"
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream)
+        try:
+            with console.status("starting vLLM"):
+                _wait_until_healthy(process, server.url, log)
+            console.print(f"vLLM serves {model.name} at {server.url}")
+            yield server
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_until_healthy(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise ServerFailed(f"vLLM exited with status {process.returncode}:\n{_end_of(log)}")
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health", timeout=5).is_success:
+                return
+        time.sleep(0.25)
+    raise ServerFailed(f"vLLM did not answer within {START_TIMEOUT_S:.0f} s:\n{_end_of(log)}")
+
+
+def _end_of(log: Path, lines: int = 25) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
