@@ -61,9 +61,7 @@ async def _episode(capture: Capture, choose: random.Random, partition: str) -> N
         parent = choose.choice([None, *calls])
         delta = make_delta(choose.randint(1, 3000), 1)
         record = await capture.finish(attempt, intent, parent, delta=delta)
-        report(
-            fact="committed", attempt=attempt, call=record.call_id, chain=record.chain_digest
-        )
+        report(fact="committed", attempt=attempt, call=record.call_id, chain=record.chain_digest)
         calls.append(record)
     if choose.random() < 0.7:
         await capture.ledger.close(attempt, 1.0)
