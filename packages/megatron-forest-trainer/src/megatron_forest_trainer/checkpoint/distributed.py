@@ -9,7 +9,7 @@ version, or of the other kind of optimizer, is refused.
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from megatron_forest_trainer.optimization import Trainable
 _FORMAT = ("torch_dist", 1)
 _GROUP_STATE = ("params", "step")
 """What an optimizer's parameter group holds beside hyperparameters."""
+_GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+"""What tells the parameter groups of one optimizer apart, whatever the learning rate."""
 
 
 def save_checkpoint(trainable: Trainable, directory: Path, *, step: int) -> None:
@@ -70,20 +72,15 @@ def load_checkpoint(trainable: Trainable, directory: Path) -> int:
             f"checkpoint {directory}: written with policy.megatron_cfg.optimizer."
             f"use_distributed_optimizer: {str(saved).lower()}; resume with the same value"
         )
-    hyperparameters = [
-        {key: value for key, value in group.items() if key not in _GROUP_STATE}
-        for group in trainable.optimizer.param_groups
-    ]
     with _repaired_torch_adam(trainable.optimizer):
         state = dist_checkpointing.load(
             _sharded_state(trainable, step=0, loading=True), str(directory)
         )
         trainable.model.module.load_state_dict(state["model"], strict=True)
+        _replace_hyperparameters(state["optimizer"], trainable.optimizer.param_groups)
         # The distributed optimizer's float32 weights are views of parameters that need gradients.
         with torch.no_grad():
             trainable.optimizer.load_state_dict(state["optimizer"])
-    for group, own in zip(trainable.optimizer.param_groups, hyperparameters, strict=True):
-        group.update(own)
     trainable.scheduler.num_steps = 0
     # Counts on to the checkpoint's step and sets the learning rate that follows from it.
     trainable.scheduler.step(increment=state["scheduler"]["num_steps"])
@@ -109,6 +106,22 @@ def _sharded_state(trainable: Trainable, *, step: int, loading: bool) -> dict[st
         ),
         "scheduler": trainable.scheduler.state_dict(),
     }
+
+
+def _replace_hyperparameters(saved: Any, own_groups: Sequence[dict[str, Any]]) -> None:
+    """Put this run's hyperparameters into every parameter group of a loaded optimizer state.
+
+    Megatron takes them from the checkpoint, and from 0.19 on does not even find a group whose
+    learning rate has changed.
+    """
+    if isinstance(saved, dict):
+        for group in saved.get("param_groups", ()):
+            identity = [group.get(key) for key in _GROUP_IDENTITY]
+            for own in own_groups:
+                if identity == [own.get(key) for key in _GROUP_IDENTITY]:
+                    group.update({k: v for k, v in own.items() if k not in _GROUP_STATE})
+        for value in saved.values():
+            _replace_hyperparameters(value, own_groups)
 
 
 def _from_rank_0(value: bool) -> bool:
