@@ -20,7 +20,7 @@ from tests.trainer.megatron.support import (
 )
 
 ADVANTAGES = {"x": 1.0, "y": -0.5, "z": 0.5}
-EXAMPLE = Path("examples/megatron_lm/train.py")
+EXAMPLE = Path(__file__).parents[3] / "examples" / "megatron_lm" / "train.py"
 
 
 def rollouts():
