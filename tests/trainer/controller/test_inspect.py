@@ -1,6 +1,7 @@
 """What `forest-train inspect` shows of a run."""
 
 import asyncio
+import io
 import json
 from pathlib import Path
 
@@ -11,9 +12,12 @@ from megatron_forest_trainer.controller import archive
 from megatron_forest_trainer.controller.collect import StepGroups
 from megatron_forest_trainer.core.filters import Decision
 from megatron_forest_trainer.core.metrics import TokenErrors
-from megatron_forest_trainer.inspect_.load import InspectError, load_reports
+from megatron_forest_trainer.inspect_.load import InspectError, load_reports, report_snapshot
+from megatron_forest_trainer.inspect_.show import as_tables
+from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.support.forests import Forest
 from tests.support.scripted_server import ScriptedServer
 from tests.trainer.controller.conftest import MakeCollector, client_of
 
@@ -109,3 +113,28 @@ def test_a_file_of_another_schema_is_refused_by_name(run_dir: Path) -> None:
     file.write_text(json.dumps(old))
     with pytest.raises(InspectError, match="schema version 4 is not supported"):
         load_reports(file)
+
+
+@pytest.mark.requirement("F6", "E19")
+def test_a_shared_ancestor_is_owned_in_the_first_row_and_borrowed_in_the_second() -> None:
+    forest = Forest()
+    shared = forest.call(prompt=3, generated=4)
+    first = forest.call(shared, prompt=2, generated=5)
+    second = forest.call(shared, prompt=2, generated=1)
+    snapshot = archive.RolloutSnapshot(
+        forest_training=True, step=1, group_id="g0", rollout_id="r0", task_position=0,
+        receipt=forest.receipt(), result={}, reward=1.0,
+        selected=tuple(call.call_id for call in (shared, first, second)),
+        terminal_response_id=second.output.response_id, reason=None, detail="", row_ids=(),
+    )  # fmt: skip
+    report = report_snapshot(snapshot, None)
+    assert [[(s.start, s.end, s.owned) for s in row.spans] for row in report.rows] == [
+        [(3, 7, True), (9, 14, True)],
+        [(3, 7, False), (9, 10, True)],
+    ]
+    console = Console(width=160, record=True, file=io.StringIO())
+    for part in as_tables(report):
+        console.print(part)
+    lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
+    assert "s0 #0 > #1 14 9 3:7 9:14 - -" in lines
+    assert "s1 #0 > #2 10 1 9:10 3:7 -" in lines

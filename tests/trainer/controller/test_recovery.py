@@ -124,6 +124,7 @@ def test_a_run_killed_in_the_middle_of_a_step_goes_on(
     ]
     assert sorted(positions) == list(range(6))
     for attempt in unfinished:
+        assert f"DELETE /v1/forest/control/attempts/{attempt}" in server.requests
         with pytest.raises(AttemptError):
             server.run(server.capture.ledger.receipt(attempt))
     assert list(server.store.glob("*/*.safetensors")) == []
