@@ -1,0 +1,29 @@
+"""The demo from nothing to its table, with real parts only."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.conftest import EXAMPLES
+
+TOOLBOX = EXAMPLES / "toolbox"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.requirement("L3", "L4")
+def test_the_demo_holds_its_own_gates_and_leaves_its_results(tmp_path: Path) -> None:
+    model, out = tmp_path / "model", tmp_path / "out"
+    subprocess.run([sys.executable, str(TOOLBOX / "make_model.py"), str(model)], check=True)
+    subprocess.run(
+        [sys.executable, str(TOOLBOX / "run.py"), "--out", str(out), "--model", str(model)],
+        check=True,
+    )
+    records = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    assert len(records) >= 10
+    assert any(r["valid_rows"] > r["logical_rollouts"] for r in records)
+    assert (out / "table.txt").read_text().count("\n") > len(records)
+    assert list((out / "store").rglob("*.safetensors"))
