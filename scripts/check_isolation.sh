@@ -17,6 +17,7 @@ check() { # NAME REQUIREMENTS...
   "$bin/python" -m pip install -q --disable-pip-version-check ${TORCH_INSTALL_ARGS:-} torch==2.13.0
   "$bin/python" -m pip install -q --disable-pip-version-check torch==2.13.0 --find-links "$dist" "$@"
   "$bin/python" -m pip uninstall -q -y torchaudio torchcodec 2>/dev/null || true
+  "$bin/python" scripts/torchvision_beside_cpu_torch.py
   (cd "$work" && "$bin/python" "$OLDPWD/scripts/check_isolation.py" "$name")
 }
 

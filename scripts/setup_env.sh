@@ -16,9 +16,7 @@ echo "[setup] vLLM (CPU) and Megatron-Core"
 "${pip[@]}" torch==2.13.0 -r requirements/cpu.txt
 # The audio packages that vLLM brings do not load beside a CPU torch and break image processors.
 "$venv/bin/python" -m pip uninstall --quiet --yes torchaudio torchcodec 2>/dev/null || true
-site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-cp scripts/torchvision_beside_cpu_torch.py "$site/_torchvision_beside_cpu_torch.py"
-echo 'import _torchvision_beside_cpu_torch' > "$site/torchvision_beside_cpu_torch.pth"
+"$venv/bin/python" scripts/torchvision_beside_cpu_torch.py
 echo "[setup] Forest"
 "${pip[@]}" torch==2.13.0 -r requirements/dev.txt \
   -e shared-schema -e packages/vllm-forest-renderer -e packages/megatron-forest-trainer

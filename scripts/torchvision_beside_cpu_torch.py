@@ -1,15 +1,20 @@
 """Lets PyPI's torchvision (a CUDA build) be imported beside a CPU torch.
 
-`scripts/setup_env.sh` puts this module and a .pth file that imports it into the virtual
-environment's site-packages. torchvision describes two operators at import that a CPU torch does
-not have; their schemas are declared first. Nothing runs them: image processors need only
-torchvision's pure Python. Beside a CUDA torch it does nothing.
+Run as a script, it puts itself and a .pth file that imports it into the interpreter's
+site-packages. torchvision describes two operators at import that a CPU torch does not have; their
+schemas are declared first. Nothing runs them: image processors need only torchvision's pure
+Python. Beside a CUDA torch it does nothing.
 """
 
 import contextlib
 import importlib.abc
+import shutil
 import sys
+import sysconfig
+from pathlib import Path
 from typing import Any
+
+MODULE = "_torchvision_beside_cpu_torch"
 
 
 class _BeforeTorchvision(importlib.abc.MetaPathFinder):
@@ -27,4 +32,14 @@ class _BeforeTorchvision(importlib.abc.MetaPathFinder):
                     torch.library.define(f"torchvision::{operator}", schema)
 
 
-sys.meta_path.insert(0, _BeforeTorchvision())
+def install() -> None:
+    """Put this module and its .pth file into site-packages."""
+    site = Path(sysconfig.get_path("purelib"))
+    shutil.copyfile(__file__, site / f"{MODULE}.py")
+    (site / f"{MODULE}.pth").write_text(f"import {MODULE}\n")
+
+
+if __name__ == "__main__":
+    install()
+else:
+    sys.meta_path.insert(0, _BeforeTorchvision())
