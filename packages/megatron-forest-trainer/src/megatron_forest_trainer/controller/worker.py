@@ -6,11 +6,10 @@ the one before it has ended; the event loop stays free while a command runs, so 
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from megatron_forest_trainer.controller.channel import (
     Channel,
@@ -25,41 +24,15 @@ from megatron_forest_trainer.controller.channel import (
 from megatron_forest_trainer.core.metrics import TokenErrors
 from megatron_forest_trainer.core.plan import StepPlan
 from megatron_forest_trainer.core.types import DeltaReader
-from megatron_forest_trainer.learner import StepStats
-
-logger = logging.getLogger(__name__)
+from megatron_forest_trainer.learner import Learner, StepStats
 
 _T = TypeVar("_T")
-
-
-class CollectiveLearner(Protocol):
-    """What every rank can do; all methods are collective."""
-
-    def logprobs(self, plan: StepPlan, reader: DeltaReader) -> dict[str, TokenErrors]:
-        """The step's log-probabilities, kept by the ranks; every row's errors."""
-        ...
-
-    def train_step(self, plan: StepPlan, reader: DeltaReader) -> StepStats:
-        """One optimizer step."""
-        ...
-
-    def export_hf(self, directory: Path) -> None:
-        """Write a Hugging Face checkpoint."""
-        ...
-
-    def save(self, directory: Path) -> None:
-        """Write the training state."""
-        ...
-
-    def load(self, directory: Path) -> None:
-        """Read the training state."""
-        ...
 
 
 class Worker:
     """Executes commands on this rank."""
 
-    def __init__(self, learner: CollectiveLearner, reader: DeltaReader) -> None:
+    def __init__(self, learner: Learner, reader: DeltaReader) -> None:
         self.learner = learner
         self._reader = reader
 
@@ -94,25 +67,25 @@ class LearnerThread:
         self._worker, self._channel = await self._run(make)
 
     async def logprobs(self, plan: StepPlan) -> dict[str, TokenErrors]:
-        """See `CollectiveLearner.logprobs`."""
+        """See `Learner.logprobs`."""
         errors: dict[str, TokenErrors] = await self._command(ComputeLogprobs(plan=plan))
         return errors
 
     async def train_step(self, plan: StepPlan) -> StepStats:
-        """See `CollectiveLearner.train_step`."""
+        """See `Learner.train_step`."""
         stats: StepStats = await self._command(TrainStep(plan=plan))
         return stats
 
     async def export_hf(self, directory: Path) -> None:
-        """See `CollectiveLearner.export_hf`."""
+        """See `Learner.export_hf`."""
         await self._command(ExportWeights(directory=str(directory)))
 
     async def save(self, directory: Path) -> None:
-        """See `CollectiveLearner.save`."""
+        """See `Learner.save`."""
         await self._command(SaveCheckpoint(directory=str(directory)))
 
     async def load(self, directory: Path) -> None:
-        """See `CollectiveLearner.load`."""
+        """See `Learner.load`."""
         await self._command(LoadCheckpoint(directory=str(directory)))
 
     async def stop(self, error: str | None = None) -> None:
