@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 from forest_schema.items import normalize_chat
-
-from tests.support.third_party import LOG_VARIABLE, install_resolver
 from vllm_forest_renderer.extensions import (
     DELTA_SINKS,
     PREFIX_RESOLVERS,
@@ -15,6 +13,8 @@ from vllm_forest_renderer.extensions import (
 from vllm_forest_renderer.resolution import PrefixResolver
 from vllm_forest_renderer.resolution.source_history import SourceHistoryResolver
 from vllm_forest_renderer.store.safetensors_sink import SafetensorsSink
+
+from tests.support.third_party import LOG_VARIABLE, install_resolver
 
 
 def test_built_ins_are_registered() -> None:

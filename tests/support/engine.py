@@ -163,6 +163,7 @@ class EngineServer:
                 await serving
         finally:
             self.engine.shutdown()
+            self.engine = None
 
     # What tests do with an attempt.
 
@@ -216,7 +217,7 @@ def worker_prompts(path: Path, since: int = 0) -> list[list[int]]:
     return [json.loads(line)["prompt"] for line in path.read_text().splitlines()[since:]]
 
 
-def wait_until(condition: Any, timeout: float = 10.0) -> None:
+def wait_until(condition: Any, timeout: float = 60.0) -> None:
     """Poll until `condition()` holds."""
     deadline = time.monotonic() + timeout
     while not condition():

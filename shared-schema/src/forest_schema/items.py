@@ -129,8 +129,10 @@ def _chained(
 ) -> SourceHistory:
     strict, loose = [history.digests[-1]], [history.equivalence_digests[-1]]
     for item in items:
-        strict.append(source_digest(strict[-1], item.fingerprint))
-        loose.append(source_digest(loose[-1], item.equivalence_fingerprint))
+        digest = source_digest(strict[-1], item.fingerprint)
+        same = strict[-1] == loose[-1] and item.fingerprint == item.equivalence_fingerprint
+        loose.append(digest if same else source_digest(loose[-1], item.equivalence_fingerprint))
+        strict.append(digest)
     return SourceHistory(
         (*history.items, *items),
         (*history.digests, *strict[1:]),
@@ -243,12 +245,11 @@ def _has_surrogate(text: str) -> bool:
 
 
 def _fingerprint(domain: bytes, value: Any) -> str:
-    hasher = xxhash.xxh3_128(domain)
     try:
-        hasher.update(_ENCODER.encode(value))
+        encoded = _ENCODER.encode(value)
     except UnicodeEncodeError:
-        hasher.update(json.dumps(value).encode())
-    return hasher.hexdigest()
+        encoded = json.dumps(value).encode()
+    return xxhash.xxh3_128_hexdigest(domain + encoded)
 
 
 def _reasoning_fingerprint(text: str | None) -> str | None:

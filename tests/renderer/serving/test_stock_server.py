@@ -18,7 +18,6 @@ from forest_schema.control import CONTROL_TOKEN_HEADER
 from forest_schema.shards import ShardReader
 
 from tests.support.engine import PLUGINS, free_port, server_arguments
-from tests.support.models import REPOSITORY
 from tests.support.third_party import LOG_VARIABLE, install_resolver
 
 API_KEY = "an-api-key"
@@ -59,7 +58,7 @@ def started(
     port = free_port()
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{REPOSITORY / 'tests/support/site'}:{site}",
+        "PYTHONPATH": str(site),
         "FOREST_PREFIX_RESOLVER": "counting",
         LOG_VARIABLE: str(state / "resolver.log"),
         "VLLM_PLUGINS": PLUGINS,

@@ -25,8 +25,6 @@ class Predecessor:
     """The verified parent of a call."""
 
     parent: CallRecord
-    tokens: list[int]
-    """The parent's whole history: prompt and generated tokens `[parent.cum_len]`."""
     used_null_empty_equivalence: bool
 
 

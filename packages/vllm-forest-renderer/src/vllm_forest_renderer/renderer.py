@@ -64,13 +64,15 @@ class ForestRenderer:
             raise ForestError(
                 Reason.UNSUPPORTED_ITEM, "only text prompts are captured", param="messages"
             )
-        call.prompt_tokens = engine_input["prompt_token_ids"]
-        parent_len = len(call.predecessor.tokens) if call.predecessor else 0
-        call.tail_tokens = call.prompt_tokens[parent_len:]
-        if call.predecessor and call.prompt_tokens[:parent_len] != call.predecessor.tokens:
+        served = engine_input["prompt_token_ids"]
+        if call.predecessor is None:
+            call.prompt_tokens = call.tail_tokens = served
+        elif served is not call.prompt_tokens and served != call.prompt_tokens:
             raise ForestError(
                 Reason.MISSING_PARENT_EVIDENCE, "the renderer changed the captured tokens"
             )
+        else:
+            call.prompt_tokens = served
         return converted, inputs
 
     async def render_messages_async(self, messages: list[Any], params: Any) -> Any:
@@ -97,8 +99,9 @@ class ForestRenderer:
         except NotProvable as error:
             call.root_reason = error.reason
             return await render(messages, params)
-        call.predecessor = Predecessor(parent, tokens, candidate.used_null_empty_equivalence)
-        return list(messages), compat.TokensPrompt(prompt_token_ids=tokens + tail_tokens)
+        call.predecessor = Predecessor(parent, candidate.used_null_empty_equivalence)
+        call.tail_tokens, call.prompt_tokens = tail_tokens, tokens + tail_tokens
+        return list(messages), compat.TokensPrompt(prompt_token_ids=call.prompt_tokens)
 
     def forest_prover(self) -> TailProver:
         """The prover over this renderer's tokenizer."""

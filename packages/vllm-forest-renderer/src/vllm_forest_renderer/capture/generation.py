@@ -6,7 +6,6 @@ log-probability per generated token; what is missing or is no log-probability ra
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +41,7 @@ def completion_status(finish_reason: str | None) -> CompletionStatus:
 class Generation:
     """Accumulates the outputs of one request with one completion, streamed or final."""
 
-    prompt_tokens: Sequence[int] | None = None
+    prompt_tokens: list[int] | None = None
     tokens: list[int] = field(default_factory=list)
     """Generated token ids `[generated_len]`."""
     logprobs: list[float] = field(default_factory=list)
@@ -72,14 +71,14 @@ class Generation:
                 self.reported_spans = [(span.version, span.start, span.end) for span in spans]
         self.finished = self.finished or bool(output.finished)
 
-    def check(self, served_prompt: Sequence[int]) -> None:
+    def check(self, served_prompt: list[int]) -> None:
         """Refuse a generation that is not complete and exact. Raises `CaptureFailed`."""
         if not self.finished or self.finish_reason is None:
             raise CaptureFailed(
                 Reason.REQUEST_FINISHED_WITHOUT_STAGED_COORDINATES,
                 "the engine ended the request without a finished output",
             )
-        if self.prompt_tokens is None or list(self.prompt_tokens) != list(served_prompt):
+        if self.prompt_tokens is not served_prompt and self.prompt_tokens != served_prompt:
             raise CaptureFailed(
                 Reason.ENGINE_OUTPUT_WITHOUT_TOKENS,
                 "the engine's prompt ids are not the ids that it was given",

@@ -110,7 +110,7 @@ class CaptureService:
         assert call.generation is not None
         assert call.sampling is not None
         try:
-            call.generation.check(call.prompt_tokens or ())
+            call.generation.check(call.prompt_tokens or [])
             spans = call.generation.weight_spans(self._control.counted_version)
             replay = replay_summary(call, answer)
             delta = build_delta(call)
@@ -126,6 +126,11 @@ class CaptureService:
                 committed_at=time.time(),
             )
             await self._ledger.commit(record)
+        except StoreUnavailable as error:
+            # The generation is spent: unlike a refused admission, this must not invite a retry.
+            failure = ForestError(Reason.STAGING_FAILED, str(error))
+            await self.fail(call, failure)
+            raise failure from error
         except Exception as error:
             await self.fail(call, error)
             raise
@@ -184,8 +189,6 @@ def failure_reason(error: BaseException) -> Reason:
     """The capture failure that an error stands for."""
     if isinstance(error, asyncio.CancelledError):
         return Reason.CLIENT_DISCONNECTED
-    if isinstance(error, StoreUnavailable):
-        return Reason.STAGING_FAILED
     if isinstance(error, ForestError) and EFFECTS[error.reason] is Effect.CAPTURE_FAILURE:
         return error.reason
     return Reason.ENGINE_ERROR
