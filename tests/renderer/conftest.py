@@ -14,7 +14,7 @@ from tests.support.models import CACHE, load_qwen3_tokenizer, make_qwen3_model
 
 @pytest.fixture(scope="session")
 def qwen3_dir() -> Path:
-    directory = CACHE / "qwen3-tiny-0"
+    directory = CACHE / "qwen3-tiny-untied"
     if not (directory / "model.safetensors").is_file():
         make_qwen3_model(directory)
     return directory

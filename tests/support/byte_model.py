@@ -16,8 +16,11 @@ TEMPLATE = (
 )
 
 
-def make_byte_model(directory: Path, *, seed: int = 0) -> Path:
-    """Write the model: 256 byte tokens and `SPECIAL`, two layers, random float32 weights."""
+def make_byte_model(directory: Path, *, seed: int = 0, tied: bool = False) -> Path:
+    """Write the model: 256 byte tokens and `SPECIAL`, two layers, random float32 weights.
+
+    `tied` models use their embedding as the output layer.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -44,10 +47,11 @@ def make_byte_model(directory: Path, *, seed: int = 0) -> Path:
         vocab_size=tokenizer.get_vocab_size(),
         bos_token_id=None,
         eos_token_id=end,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
     weights = qwen3_weights(config, seed=seed)
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"][::-1].copy()
+    if not tied:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"][::-1].copy()
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

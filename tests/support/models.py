@@ -71,7 +71,7 @@ def qwen3_config(**changes: Any) -> dict[str, Any]:
         "rope_theta": 1e6,
         "max_position_embeddings": 32768,
         "attention_bias": False,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
         "bos_token_id": 151643,
         "eos_token_id": 151645,
         "torch_dtype": "float32",
@@ -107,6 +107,8 @@ def qwen3_weights(config: dict[str, Any], *, seed: int) -> dict[str, NDArray[np.
             f"{prefix}.input_layernorm.weight": np.ones(hidden, np.float32),
             f"{prefix}.post_attention_layernorm.weight": np.ones(hidden, np.float32),
         }
+    if not config["tie_word_embeddings"]:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
     return weights
 
 

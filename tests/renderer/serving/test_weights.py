@@ -12,6 +12,7 @@ import pytest
 from forest_schema.model_files import model_digests
 from safetensors.numpy import load_file, save_file
 
+from tests.support.byte_model import make_byte_model
 from tests.support.engine import EngineServer, wait_until
 from tests.support.episodes import Episode
 
@@ -70,6 +71,17 @@ def test_update_changes_weights_and_leaves_no_stale_cache(
     back = sampled(episode)
     assert back[0] == before[0]
     np.testing.assert_allclose(back[1], before[1], atol=1e-5)
+
+
+@pytest.mark.requirement("K13")
+def test_a_tied_model_on_the_cpu_refuses_updates_that_would_not_be_exact(tmp_path: Path) -> None:
+    model = make_byte_model(tmp_path / "tied", tied=True)
+    with EngineServer(model, forest={"state_dir": str(tmp_path / "state")}) as tied:
+        assert "weights" not in tied.control.get("/handshake").json()["features"]
+        answer = tied.control.post("/weights", json={"path": str(model), "version": "step-1"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["type"] == "unsupported_request"
+        assert "lm_head.weight" in answer.json()["error"]["message"]
 
 
 @pytest.mark.requirement("C23")

@@ -179,6 +179,18 @@ def labels_tokens_with_versions() -> bool:
     return "weight_versions" in getattr(output, "__dataclass_fields__", {})
 
 
+def reload_leaves_old_output_layer(model_config: Any) -> bool:
+    """Whether reloading weights would keep the output layer of a tied model.
+
+    vLLM's CPU backend multiplies with a packed copy of each weight. Reloading packs a layer again
+    when its weights arrive; a tied output layer gets none of its own.
+    """
+    from vllm.platforms import current_platform
+
+    text_config = getattr(model_config, "hf_text_config", model_config.hf_config)
+    return bool(current_platform.is_cpu() and getattr(text_config, "tie_word_embeddings", False))
+
+
 def end_token_ids(model_config: Any, tokenizer: Any) -> frozenset[int]:
     """Ids that end a generation, by the tokenizer and the model's configurations."""
     generation = model_config.try_get_generation_config() or {}

@@ -18,8 +18,11 @@ from forest_schema.reasons import Reason
 from vllm_forest_renderer import __version__, compat
 from vllm_forest_renderer.errors import ForestError
 
-FEATURES = ("chat", "responses", "measure", "streaming", "weights")
-"""Abilities that the handshake reports."""
+FEATURES = ("chat", "responses", "measure", "streaming")
+"""Abilities that every server's handshake reports."""
+
+WEIGHTS_FEATURE = "weights"
+"""Reported where weights can be updated exactly."""
 
 
 class EngineControl:
@@ -39,6 +42,9 @@ class EngineControl:
         self._counted_version = "default"
         self._names_versions = hasattr(engine, "update_weight_version")
         self._labels_tokens = compat.labels_tokens_with_versions()
+        self._updatable = not compat.reload_leaves_old_output_layer(
+            engine.vllm_config.model_config
+        )
 
     async def weight_version(self) -> str:
         """Name of the weights that the next token is made with."""
@@ -74,7 +80,7 @@ class EngineControl:
             max_model_len=model_config.max_model_len,
             logprobs_mode=model_config.logprobs_mode,
             weight_version=await self.weight_version(),
-            features=FEATURES,
+            features=(*FEATURES, WEIGHTS_FEATURE) if self._updatable else FEATURES,
         )
 
     async def pause(self) -> EngineState:
@@ -97,9 +103,16 @@ class EngineControl:
     async def update_weights(self, update: WeightUpdate) -> EngineState:
         """Load weights between two tokens. The engine is paused afterwards if it was before.
 
-        Raises `ForestError`: `malformed_request` for a directory without weights, with nothing
-        changed; `engine_error` where loading failed, with the engine left paused.
+        Raises `ForestError`: `unsupported_request` for a model whose reload would not be exact and
+        `malformed_request` for a directory without weights, with nothing changed; `engine_error`
+        where loading failed, with the engine left paused.
         """
+        if not self._updatable:
+            raise ForestError(
+                Reason.UNSUPPORTED_REQUEST,
+                "on the CPU vLLM would keep the old output layer of a model with tied embeddings; "
+                'serve a checkpoint with "tie_word_embeddings": false and an lm_head.weight',
+            )
         directory = Path(update.path)
         if not await asyncio.to_thread(lambda: any(directory.glob("*.safetensors"))):
             raise ForestError(
