@@ -106,13 +106,13 @@ def test_weight_spans() -> None:
 
     whole = (WeightSpan(version="w1", start=0, end=2),)
     assert generation(None).weight_spans("w1") == whole
-    assert generation([("w1", 0, 2)]).weight_spans("other") == whole
-    assert generation([("w0", 0, 0), ("w1", 0, 2)]).weight_spans("other") == whole
-    two = generation([("w1", 0, 1), ("w2", 1, 2)]).weight_spans("other")
+    assert generation([("w1", 0, 2)]).weight_spans(None) == whole
+    assert generation([("w0", 0, 0), ("w1", 0, 2)]).weight_spans(None) == whole
+    two = generation([("w1", 0, 1), ("w2", 1, 2)]).weight_spans(None)
     assert [(s.version, s.start, s.end) for s in two] == [("w1", 0, 1), ("w2", 1, 2)]
-    for broken in ([("w1", 0, 1)], [("w1", 1, 2)], [("w1", 0, 1), ("w2", 0, 2)]):
+    for broken in ([("w1", 0, 1)], [("w1", 1, 2)], [("w1", 0, 1), ("w2", 0, 2)], None):
         with pytest.raises(CaptureFailed, match="weight versions"):
-            generation(broken).weight_spans("other")
+            generation(broken).weight_spans(None)
 
 
 @pytest.mark.requirement("C11", "C24")

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -197,7 +198,7 @@ def test_null_content_beside_tool_calls_replayed_as_empty(episode: Episode) -> N
     assert second.used_null_empty_equivalence
 
 
-@pytest.mark.requirement("X11", "A9", "A21")
+@pytest.mark.requirement("X11", "A9", "A21", "D6")
 def test_changed_template_keyword_makes_a_root(episode: Episode) -> None:
     message, _ = episode.chat([ASK], plain(episode, "Paris"))
     _, second = episode.chat(
@@ -244,6 +245,48 @@ def test_twins_are_told_apart_by_an_echoed_id_or_refused(episode: Episode) -> No
     assert len(episode.server.receipt(episode.attempt).calls) == 2
     _, third = episode.chat([ASK, {**message, "id": twin.output.response_id}, NEXT])
     assert third.parent_call_id == twin.call_id
+
+
+@pytest.mark.requirement("XF1")
+def test_retry_with_another_answer_is_told_apart_by_the_answer(episode: Episode) -> None:
+    _, first = episode.chat([ASK], plain(episode, "Paris"))
+    message, retry = episode.chat([ASK], plain(episode, "It is Paris"))
+    assert first.parent_call_id is retry.parent_call_id is None
+    _, second = episode.chat([ASK, message, NEXT])
+    assert second.parent_call_id == retry.call_id
+
+
+@pytest.mark.requirement("A23")
+def test_continuations_pass_the_same_checks_as_roots(episode: Episode) -> None:
+    message, first = episode.chat([ASK], plain(episode, "Paris"))
+    long = {"role": "user", "content": "word " * 5000}
+    for messages in ([long], [ASK, message, long]):
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            episode.chat(messages)
+    receipt = episode.server.receipt(episode.attempt)
+    assert (receipt.calls, receipt.failures, receipt.pending) == ((first,), (), ())
+    _, second = episode.chat([ASK, message, NEXT])
+    for record in (first, second):
+        assert record.replay.render_option_digest == first.replay.render_option_digest
+        assert record.replay.source_item_count == (2 if record is first else 4)
+        assert record.output.response_id.startswith("chatcmpl-")
+
+
+@pytest.mark.requirement("A32")
+def test_stock_routes_stay_as_they_are(episode: Episode) -> None:
+    server = episode.server
+    state = server.app.state
+    assert state.openai_serving_chat.engine_client is server.engine
+    assert state.openai_serving_responses.engine_client is server.engine
+    body = {"model": "tiny", "messages": [ASK], "max_tokens": 4, "seed": 3, "temperature": 0.0}
+    stock = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()
+    captured = httpx.post(f"{server.base_url(episode.attempt)}/chat/completions", json=body).json()
+    for answer in (stock, captured):
+        answer.pop("id")
+        answer.pop("created")
+        answer["usage"].pop("prompt_tokens_details")
+    assert stock == captured
+    assert len(server.receipt(episode.attempt).calls) == 1
 
 
 @pytest.mark.requirement("C22", "C23")

@@ -117,6 +117,26 @@ def test_generation_in_flight_names_the_weights_of_each_token(
     assert record.weight_spans[1].end == 700
 
 
+@pytest.mark.requirement("C23")
+@pytest.mark.usefixtures("restored")
+def test_update_that_fails_leaves_the_engine_paused(
+    episode: Episode, qwen3_dir: Path, other_weights: Path, tmp_path: Path
+) -> None:
+    server = episode.server
+    shutil.copy(qwen3_dir / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    answer = server.control.post("/weights", json={"path": str(tmp_path), "version": "step-1"})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "engine_error"
+    assert server.control.post("/resume").status_code == 500
+    assert server.run(server.engine.is_paused())
+    # Another process of the server would know as much: the engine holds the state.
+    assert server.control.get("/handshake").json()["weight_version"] == "loading step-1"
+    state = update(server, other_weights, "step-2")
+    assert state == {"schema": 3, "paused": False, "weight_version": "step-2"}
+    assert [span.version for span in sampled(episode)[2].weight_spans] == ["step-2"]
+
+
 @pytest.mark.requirement("K10")
 def test_directory_without_weights_changes_nothing(server: EngineServer, tmp_path: Path) -> None:
     answer = server.control.post("/weights", json={"path": str(tmp_path), "version": "x"})

@@ -61,6 +61,8 @@ class Call:
     started_at: float = 0.0
     partition: str = ""
     sampling: SamplingRecord | None = None
+    weight_version: str | None = None
+    """Version at the admission, for engines that do not label their tokens."""
     generation: Generation | None = None
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the intent is durable."""

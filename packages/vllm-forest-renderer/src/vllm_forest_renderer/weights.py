@@ -18,6 +18,10 @@ from forest_schema.reasons import Reason
 from vllm_forest_renderer import __version__, compat
 from vllm_forest_renderer.errors import ForestError
 
+_LOADING = "loading "
+"""Start of the engine's weight version while weights are loaded. The engine itself holds it, so
+every API-server process knows of an update that did not finish."""
+
 FEATURES = ("chat", "responses", "measure", "streaming")
 """Abilities that every server's handshake reports."""
 
@@ -37,26 +41,14 @@ class EngineControl:
         self._model = model
         self._chat_template = chat_template
         self._lock = asyncio.Lock()
-        self._paused = False
-        self._broken: str | None = None
-        self._counted_version = "default"
-        self._names_versions = hasattr(engine, "update_weight_version")
-        self._labels_tokens = compat.labels_tokens_with_versions()
-        self._updatable = not compat.reload_leaves_old_output_layer(
-            engine.vllm_config.model_config
-        )
+        self.labels_tokens = compat.labels_tokens_with_versions()
+        """The engine says which weights made each generated token."""
+        self._updatable = not compat.reload_leaves_old_output_layer(engine.vllm_config.model_config)
 
     async def weight_version(self) -> str:
         """Name of the weights that the next token is made with."""
-        if self._names_versions:
-            version: str = await self._engine.get_weight_version()
-            return version
-        return self._counted_version
-
-    @property
-    def counted_version(self) -> str:
-        """The version as this server counts it, for engines that report none per token."""
-        return self._counted_version
+        version: str = await self._engine.get_weight_version()
+        return version
 
     async def handshake(self) -> Handshake:
         """What the trainer checks before its first rollout."""
@@ -90,14 +82,16 @@ class EngineControl:
             return await self._state()
 
     async def resume(self) -> EngineState:
-        """Go on generating. Raises `ForestError` after a failed weight update."""
+        """Go on generating. Raises `ForestError` after a weight update that did not finish."""
         async with self._lock:
-            if self._broken is not None:
+            version = await self.weight_version()
+            if version.startswith(_LOADING):
                 raise ForestError(
                     Reason.ENGINE_ERROR,
-                    f"the engine stays paused: {self._broken}; update the weights again",
+                    f"the engine stays paused: {version!r} did not finish; update the weights "
+                    "again",
                 )
-            await self._resume()
+            await self._engine.resume_generation()
             return await self._state()
 
     async def update_weights(self, update: WeightUpdate) -> EngineState:
@@ -114,6 +108,12 @@ class EngineControl:
                 'serve a checkpoint with "tie_word_embeddings": false and an lm_head.weight',
             )
         directory = Path(update.path)
+        if update.version.startswith(_LOADING):
+            raise ForestError(
+                Reason.MALFORMED_REQUEST,
+                f"version: must not start with {_LOADING!r}",
+                param="version",
+            )
         if not await asyncio.to_thread(lambda: any(directory.glob("*.safetensors"))):
             raise ForestError(
                 Reason.MALFORMED_REQUEST,
@@ -122,40 +122,31 @@ class EngineControl:
                 param="path",
             )
         async with self._lock:
-            was_paused = self._paused
+            unfinished = (await self.weight_version()).startswith(_LOADING)
+            was_paused = not unfinished and await self._engine.is_paused()
             await self._pause()
-            self._broken = f"the update to {update.version!r} did not finish"
             try:
+                await self._engine.update_weight_version(_LOADING + update.version)
                 await self._engine.collective_rpc(
                     "reload_weights", kwargs={"weights_path": str(directory)}
                 )
-                if self._names_versions:
-                    await self._engine.update_weight_version(update.version)
                 await self._reset_prefix_cache()
+                await self._engine.update_weight_version(update.version)
             except Exception as error:
                 raise ForestError(
                     Reason.ENGINE_ERROR,
                     f"loading weights {update.version!r} failed ({error}); the engine stays "
                     "paused: update the weights again",
                 ) from error
-            self._counted_version = update.version
-            self._broken = None
             if not was_paused:
-                await self._resume()
+                await self._engine.resume_generation()
             return await self._state()
 
     async def _pause(self) -> None:
-        if self._paused:
-            return
         # Without labels on every token, no generation may span two versions: let them finish.
-        mode = "keep" if self._labels_tokens else "wait"
-        await self._engine.pause_generation(mode=mode, clear_cache=False)
-        self._paused = True
-
-    async def _resume(self) -> None:
-        if self._paused:
-            await self._engine.resume_generation()
-            self._paused = False
+        mode = "keep" if self.labels_tokens else "wait"
+        if not await self._engine.is_paused():
+            await self._engine.pause_generation(mode=mode, clear_cache=False)
 
     async def _reset_prefix_cache(self) -> None:
         accepted = inspect.signature(self._engine.reset_prefix_cache).parameters
@@ -164,4 +155,6 @@ class EngineControl:
             raise RuntimeError("the prefix cache could not be reset")
 
     async def _state(self) -> EngineState:
-        return EngineState(paused=self._paused, weight_version=await self.weight_version())
+        return EngineState(
+            paused=await self._engine.is_paused(), weight_version=await self.weight_version()
+        )

@@ -90,20 +90,20 @@ class Generation:
                 f"the engine finished with {self.finish_reason!r} and gave no token ids",
             )
 
-    def weight_spans(self, current_version: str) -> tuple[WeightSpan, ...]:
+    def weight_spans(self, whole_version: str | None) -> tuple[WeightSpan, ...]:
         """Weight versions over `[0, generated_len)`.
 
-        `current_version` is used where the engine reports none. Raises `CaptureFailed` for
-        reported spans that do not cover the generation exactly.
+        `whole_version` made all tokens where the engine does not label them. Raises
+        `CaptureFailed` for spans that are missing or do not cover the generation exactly.
         """
         length = len(self.tokens)
         if not length:
             return ()
-        if self.reported_spans is None:
-            return (WeightSpan(version=current_version, start=0, end=length),)
+        if whole_version is not None:
+            return (WeightSpan(version=whole_version, start=0, end=length),)
         position = 0
         spans = []
-        for version, start, end in self.reported_spans:
+        for version, start, end in self.reported_spans or ():
             if start == end:
                 continue
             if start != position or end < start:

@@ -55,18 +55,26 @@ class CaptureService:
         self._prefixes = PrefixCache(sink, capacity_tokens=hot_prefix_tokens)
         self._background: set[asyncio.Task[Any]] = set()
 
-    def check_open(self, attempt_id: str) -> None:
-        """Raise `ForestError` for an attempt that admits nothing."""
-        self._ledger.calls(attempt_id)
+    def committed(self, attempt_id: str) -> tuple[CallRecord, ...]:
+        """Committed calls of an open attempt. Raises `ForestError` for another attempt."""
+        return self._ledger.calls(attempt_id)
 
-    def begin(self, attempt_id: str, *, api: str, model: str, history: SourceHistory) -> Call:
-        """A request of an open attempt. Raises `ForestError` for another attempt."""
+    def begin(
+        self,
+        attempt_id: str,
+        *,
+        api: str,
+        model: str,
+        history: SourceHistory,
+        calls: tuple[CallRecord, ...],
+    ) -> Call:
+        """A request of an attempt whose committed calls are `calls`."""
         return Call(
             attempt_id=attempt_id,
             api=api,
             model=model,
             history=history,
-            calls=self._ledger.calls(attempt_id),
+            calls=calls,
             resolver=self._resolver,
             history_tokens=self._prefixes.history,
             admit=self._admit,
@@ -90,6 +98,8 @@ class CaptureService:
         call.call_id, call.order = intent.call_id, intent.order
         call.started_at, call.partition = intent.started_at, intent.partition
         call.admitted.set()
+        if not self._control.labels_tokens:
+            call.weight_version = await self._control.weight_version()
 
     async def complete(self, call: Call, answer: Answer) -> CallRecord:
         """Stage the delta and commit the record; both are durable on return.
@@ -111,7 +121,7 @@ class CaptureService:
         assert call.sampling is not None
         try:
             call.generation.check(call.prompt_tokens or [])
-            spans = call.generation.weight_spans(self._control.counted_version)
+            spans = call.generation.weight_spans(await self._whole_version(call))
             replay = replay_summary(call, answer)
             delta = build_delta(call)
             ref = await self._sink.put(call.partition, call.call_id, delta)
@@ -142,6 +152,17 @@ class CaptureService:
             metrics.CONTINUATIONS.inc()
             metrics.SPLICED_TOKENS.inc(record.prev_len)
         return record
+
+    async def _whole_version(self, call: Call) -> str | None:
+        """The one version behind a generation whose tokens the engine does not label."""
+        if self._control.labels_tokens:
+            return None
+        if await self._control.weight_version() != call.weight_version:
+            # Updates wait for generations, so this one began or ended right beside an update.
+            raise ForestError(
+                Reason.ENGINE_ERROR, "the weights changed around this generation; repeat the call"
+            )
+        return call.weight_version
 
     async def _note_absence(self, call: Call, completing: "asyncio.Task[CallRecord]") -> None:
         await asyncio.wait([completing])

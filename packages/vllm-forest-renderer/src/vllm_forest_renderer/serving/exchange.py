@@ -66,13 +66,14 @@ class CapturedApi:
         """Raises `Ended`."""
         try:
             attempt = raw_request.path_params["attempt"]
-            self._service.check_open(attempt)
+            calls = self._service.committed(attempt)
             prepared = self._adapter.prepare(body)
             call = self._service.begin(
                 attempt,
                 api=self._adapter.name,
                 model=prepared.model,
                 history=prepared.history,
+                calls=calls,
             )
         except ForestError as error:
             raise Ended(Failure.of(error, intent_written=False)) from error
@@ -178,7 +179,8 @@ class CapturedApi:
             await self._service.fail(call, call.refusal)
             raise Ended(Failure.of(call.refusal, intent_written=_admitted(call)))
         if call.call_id is None:
-            raise Ended(Failure.upstream(first, 500, None, intent_written=False))
+            raise Ended(Failure.upstream("the engine gave no output", 500, None,
+                                         intent_written=False))  # fmt: skip
         live = self._adapter.live_events(_chained(first, chunks), call.call_id)
         assert live is not None
         events: asyncio.Queue[str | None] = asyncio.Queue()
