@@ -31,7 +31,7 @@ def _run_sql(directory, *statements):
     database.close()
 
 
-@pytest.mark.requirement("C20", "J7")
+@pytest.mark.requirement("C7", "C20", "J7")
 @pytest.mark.parametrize(
     ("name", "value", "named"),
     [
