@@ -11,6 +11,7 @@ the control token and answer errors as `ErrorBody`. The token comes as `Authoriz
 | POST `/attempts` | `OpenAttempt` | `AttemptOpened` |
 | POST `/attempts/{attempt}/close` | `CloseAttempt` | `records.Receipt` |
 | GET `/attempts/{attempt}/receipt` | - | `records.Receipt` |
+| POST `/attempts/{attempt}/restore` | `RestoreAttempt` | `AttemptOpened` |
 | DELETE `/attempts/{attempt}` | - | `CleanupReport` |
 | DELETE `/partitions/{partition}` | - | `CleanupReport` |
 | GET `/shards/{partition}/{shard}` | HTTP `Range` header | shard bytes (206 or 200) |
@@ -88,6 +89,14 @@ class CloseAttempt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     wait_s: float = 300.0
     """Longest wait for admitted calls that have no recorded failure."""
+
+
+class RestoreAttempt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Move captured calls into a fresh attempt of the same rollout, group and partition."""
+
+    calls: tuple[str, ...] | None = None
+    """Ids of the committed calls that go on, each with its parent; None takes all of them. The
+    others are deleted."""
 
 
 class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -137,6 +137,7 @@ ROUTES = [
     ("POST", "/attempts"),
     ("POST", "/attempts/{attempt}/close"),
     ("GET", "/attempts/{attempt}/receipt"),
+    ("POST", "/attempts/{attempt}/restore"),
     ("DELETE", "/attempts/{attempt}"),
     ("DELETE", f"/partitions/{PARTITION}"),
     ("GET", f"/shards/{PARTITION}/x"),

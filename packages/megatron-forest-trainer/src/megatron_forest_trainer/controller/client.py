@@ -25,6 +25,7 @@ from forest_schema.control import (
     ErrorBody,
     Handshake,
     OpenAttempt,
+    RestoreAttempt,
     WeightUpdate,
 )
 from forest_schema.version import check_message_version
@@ -121,6 +122,16 @@ class ControlClient:
     async def receipt(self, attempt_id: str) -> Receipt:
         """The attempt's receipt as it stands."""
         return await self._repeatable("GET", f"/attempts/{attempt_id}/receipt", Receipt)
+
+    async def restore_attempt(self, attempt_id: str, request: RestoreAttempt) -> AttemptOpened:
+        """A new attempt that goes on with calls of an old one, which admits nothing any more.
+
+        Sent once unless it certainly did not arrive; where it had arrived before, the refusal
+        (`attempt_closed`) names the attempt that took over.
+        """
+        return await self._once(
+            "POST", f"/attempts/{attempt_id}/restore", AttemptOpened, body=request
+        )
 
     async def delete_attempt(self, attempt_id: str) -> CleanupReport:
         """Drop the attempt's records and shard references; pending calls are kept."""

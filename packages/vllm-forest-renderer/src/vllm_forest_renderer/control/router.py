@@ -17,6 +17,7 @@ from forest_schema.control import (
     EngineState,
     Handshake,
     OpenAttempt,
+    RestoreAttempt,
     WeightUpdate,
 )
 from forest_schema.shards import ShardError
@@ -84,6 +85,7 @@ def control_router(services: Callable[[Request], ControlServices]) -> APIRouter:
         ("POST", "/attempts", _open),
         ("POST", "/attempts/{attempt}/close", _close),
         ("GET", "/attempts/{attempt}/receipt", _receipt),
+        ("POST", "/attempts/{attempt}/restore", _restore),
         ("DELETE", "/attempts/{attempt}", _cleanup),
         ("DELETE", "/partitions/{partition}", _cleanup_partition),
         ("GET", "/shards/{partition}/{shard}", _shard),
@@ -124,6 +126,11 @@ async def _close(services: ControlServices, request: Request) -> Response:
 
 async def _receipt(services: ControlServices, request: Request) -> Response:
     return answer(await services.ledger.receipt(request.path_params["attempt"]))
+
+
+async def _restore(services: ControlServices, request: Request) -> Response:
+    body = await read_body(request, RestoreAttempt, default=RestoreAttempt())
+    return answer(await services.ledger.restore(request.path_params["attempt"], body.calls))
 
 
 async def _cleanup(services: ControlServices, request: Request) -> Response:

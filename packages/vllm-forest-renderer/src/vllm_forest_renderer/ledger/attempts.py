@@ -33,6 +33,8 @@ class AttemptRow(NamedTuple):
     state: str
     sealer: int | None
     version: int
+    successor: str | None
+    """The attempt that took over the calls, for a tombstone that was restored."""
 
 
 class SealPlan(NamedTuple):
@@ -61,8 +63,8 @@ class Deletion(NamedTuple):
 def read_attempt(connection: sqlite3.Connection, attempt_id: str) -> AttemptRow:
     """The attempt's row, tombstones included. Raises `AttemptError` (`attempt_unknown`)."""
     row = connection.execute(
-        "SELECT attempt_id, rollout_id, group_id, partition, metadata, state, sealer, version "
-        "FROM attempts WHERE attempt_id = ?",
+        "SELECT attempt_id, rollout_id, group_id, partition, metadata, state, sealer, version, "
+        "successor FROM attempts WHERE attempt_id = ?",
         (attempt_id,),
     ).fetchone()
     if row is None:
@@ -72,11 +74,20 @@ def read_attempt(connection: sqlite3.Connection, attempt_id: str) -> AttemptRow:
     return AttemptRow(*row)
 
 
-def closed_error(state: str) -> AttemptError:
-    """The refusal of an attempt that is in `state`."""
-    return AttemptError(
-        Reason.ATTEMPT_CLOSED, f"attempt: it is {state}; open another one", param="attempt"
+def closed_error(attempt: AttemptRow) -> AttemptError:
+    """The refusal of an attempt that is not open."""
+    what = (
+        f"it is {attempt.state}; open another one"
+        if attempt.successor is None
+        # Its id is a right that a client of this attempt need not have.
+        else "it was restored into another attempt; use that one"
     )
+    return AttemptError(Reason.ATTEMPT_CLOSED, f"attempt: {what}", param="attempt")
+
+
+def new_attempt_id() -> str:
+    """An id that nobody can guess."""
+    return f"att_{secrets.token_hex(16)}"
 
 
 def committed_deltas(connection: sqlite3.Connection, attempt_id: str) -> tuple[TensorRef, ...]:
@@ -91,7 +102,7 @@ def committed_deltas(connection: sqlite3.Connection, attempt_id: str) -> tuple[T
 
 def open_attempt(connection: sqlite3.Connection, body: OpenAttempt) -> str:
     """A fresh attempt id for the rollout that `body` names."""
-    attempt_id = f"att_{secrets.token_hex(16)}"
+    attempt_id = new_attempt_id()
     connection.execute(
         "INSERT INTO attempts (attempt_id, rollout_id, group_id, partition, metadata) "
         "VALUES (?, ?, ?, ?, ?)",
@@ -114,7 +125,7 @@ def begin_close(connection: sqlite3.Connection, attempt_id: str) -> AttemptRow:
     )
     attempt = read_attempt(connection, attempt_id)
     if attempt.state == "deleted":
-        raise closed_error(attempt.state)
+        raise closed_error(attempt)
     return attempt
 
 
@@ -125,7 +136,7 @@ def begin_seal(connection: sqlite3.Connection, attempt_id: str, *, sealer: int) 
     """
     attempt = read_attempt(connection, attempt_id)
     if attempt.state == "deleted":
-        raise closed_error(attempt.state)
+        raise closed_error(attempt)
     if attempt.state == "closed":
         return SealPlan(closed=True, resumed=False, refs=())
     if attempt.sealer not in (None, sealer) and owner_lives(connection, attempt.sealer):
@@ -157,7 +168,7 @@ def finish_seal(
     """Swap every delta's reference and close the attempt. Raises `AttemptError`."""
     attempt = read_attempt(connection, attempt_id)
     if attempt.state != "sealing" or attempt.sealer != sealer:
-        raise closed_error(attempt.state)
+        raise closed_error(attempt)
     for old, new in replaced:
         if old == new:
             continue

@@ -54,7 +54,7 @@ def record_intent(
         (attempt_id,),
     ).fetchone()
     if row is None:
-        raise closed_error(read_attempt(connection, attempt_id).state)
+        raise closed_error(read_attempt(connection, attempt_id))
     intent = Intent(f"call_{secrets.token_hex(16)}", row[0] - 1, started_at, row[1])
     connection.execute(
         "INSERT INTO calls (call_id, attempt_id, capture_order, owner, api, model, started_at) "
@@ -81,7 +81,7 @@ def commit_call(
     ).fetchone()
     if call is None:
         raise (
-            closed_error(attempt.state)
+            closed_error(attempt)
             if attempt.state == "deleted"
             else CoordinateError(f"call {record.call_id}: no intent of this attempt")
         )
@@ -94,7 +94,7 @@ def commit_call(
     if state == CaptureState.FAILED:
         raise CoordinateError(f"call {record.call_id}: its failure ({failure}) is recorded")
     if attempt.state not in ("open", "closing"):
-        raise closed_error(attempt.state)
+        raise closed_error(attempt)
     if (record.order, record.api) != (order, api):
         raise CoordinateError(
             f"call {record.call_id}: order {record.order} and API {record.api} where the intent "
@@ -196,7 +196,7 @@ def record_failure(
     ).fetchone()
     if known is None:
         if attempt.state == "deleted":
-            raise closed_error(attempt.state)
+            raise closed_error(attempt)
         raise CoordinateError(f"call {call_id}: no intent of this attempt")
     return False
 
@@ -224,7 +224,7 @@ def read_receipt(connection: sqlite3.Connection, attempt_id: str, *, store: str)
     """Everything the attempt left behind. Raises `AttemptError`."""
     attempt = read_attempt(connection, attempt_id)
     if attempt.state == "deleted":
-        raise closed_error(attempt.state)
+        raise closed_error(attempt)
     calls: list[CallRecord] = []
     failures: list[FailureRecord] = []
     pending: list[str] = []

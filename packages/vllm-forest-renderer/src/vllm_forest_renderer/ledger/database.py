@@ -42,6 +42,7 @@ CREATE TABLE owners (
 );
 
 -- state: open -> closing -> sealing -> closed -> deleted (a deleted row is a tombstone).
+-- successor: the attempt that took over the calls, for a tombstone that was restored.
 CREATE TABLE attempts (
   attempt_id TEXT PRIMARY KEY,
   rollout_id TEXT NOT NULL,
@@ -52,7 +53,8 @@ CREATE TABLE attempts (
     CHECK (state IN ('open', 'closing', 'sealing', 'closed', 'deleted')),
   sealer INTEGER,
   next_order INTEGER NOT NULL DEFAULT 0,
-  version INTEGER NOT NULL DEFAULT 0
+  version INTEGER NOT NULL DEFAULT 0,
+  successor TEXT
 ) WITHOUT ROWID;
 CREATE INDEX attempts_by_partition ON attempts (partition);
 

@@ -12,7 +12,7 @@ import logging
 import sqlite3
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Self, TypeVar
@@ -23,7 +23,7 @@ from forest_schema.shards import ShardError
 
 from vllm_forest_renderer import metrics
 from vllm_forest_renderer.errors import AttemptError, CoordinateError, StoreUnavailable
-from vllm_forest_renderer.ledger import attempts, calls, owners
+from vllm_forest_renderer.ledger import attempts, calls, owners, restoration
 from vllm_forest_renderer.ledger.attempts import SealPlan
 from vllm_forest_renderer.ledger.calls import Intent
 from vllm_forest_renderer.ledger.database import LedgerReader, open_database
@@ -117,7 +117,7 @@ class Ledger:
             attempt = attempts.read_attempt(db, attempt_id)
             if attempt.state != "open":
                 self._cache.pop(attempt_id, None)
-                raise attempts.closed_error(attempt.state)
+                raise attempts.closed_error(attempt)
             committed = self._cache.setdefault(attempt_id, _Committed())
             self._cache.move_to_end(attempt_id)
             if committed.version != attempt.version:
@@ -207,6 +207,28 @@ class Ledger:
             self._deadlines[attempt_id] = min(self._deadlines[attempt_id], deadline)
         return await asyncio.shield(task)
 
+    async def restore(
+        self, attempt_id: str, call_ids: Sequence[str] | None = None
+    ) -> AttemptOpened:
+        """Move committed calls (None: all) into a fresh attempt; the old id becomes a tombstone.
+
+        The other committed calls are deleted; pending and failed ones stay with the tombstone. A
+        closing that has begun is brought to its end first, without waiting for calls. Raises
+        `AttemptError`, `ForestError` for `call_ids` that cannot go on, `StoreUnavailable`.
+        """
+        check_attempt_id(attempt_id)
+        while (
+            restored := await self._write(
+                lambda db: restoration.restore_attempt(db, attempt_id, call_ids)
+            )
+        ) is None:
+            await self.close(attempt_id, 0.0)
+        self._cache.pop(attempt_id, None)
+        self._discard_in_background(restored.left)
+        return AttemptOpened(
+            attempt_id=restored.attempt_id, base_path=f"{ATTEMPT_PREFIX}/{restored.attempt_id}"
+        )
+
     async def cleanup(self, attempt_id: str) -> CleanupReport:
         """Delete the attempt's committed calls and their deltas; the id stays a tombstone.
 
@@ -224,8 +246,7 @@ class Ledger:
         )
         self._cache.pop(attempt_id, None)
         if deletion.resumed:
-            current = dict.fromkeys(ref.key for ref in deletion.removed)
-            await self._delete_copies(deletion.partition, current)
+            await self._delete_copies(deletion.partition, deletion.removed, keep=())
         return CleanupReport(
             removed_calls=len(deletion.removed),
             removed_shards=await self._discard(deletion.removed),
@@ -270,6 +291,9 @@ class Ledger:
     async def _seal(self, attempt_id: str, partition: str, plan: SealPlan) -> None:
         try:
             sealed = await self._sink.seal(partition, plan.refs)
+            if plan.resumed:
+                # Before the attempt is closed: a restored one would seal the same keys again.
+                await self._delete_copies(partition, plan.refs, keep={*plan.refs, *sealed})
             replaced = tuple(zip(plan.refs, sealed, strict=True))
             await self._write(
                 lambda db: attempts.finish_seal(db, attempt_id, replaced, sealer=self._owner)
@@ -282,17 +306,16 @@ class Ledger:
                     lambda db: attempts.release_seal(db, attempt_id, sealer=self._owner)
                 )
             raise
-        if plan.resumed:
-            await self._delete_copies(partition, {ref.key: ref for ref in sealed})
         self._discard_in_background([old for old, new in replaced if old != new])
 
-    async def _delete_copies(self, partition: str, current: Mapping[str, TensorRef | None]) -> None:
-        """Delete what the store holds of the calls in `current` beside the given references."""
+    async def _delete_copies(
+        self, partition: str, refs: Sequence[TensorRef], *, keep: Container[TensorRef]
+    ) -> None:
+        """Delete what the store holds of the calls of `refs`, except for `keep`."""
+        keys = {ref.key for ref in refs}
         with self._tolerating():
             stored = await self._sink.list(partition)
-            await self._sink.delete(
-                [ref for ref in stored if ref.key in current and ref != current[ref.key]]
-            )
+            await self._sink.delete([ref for ref in stored if ref.key in keys and ref not in keep])
 
     async def _discard(self, garbage: Sequence[TensorRef]) -> int:
         """Let the store give up garbage; returns the number of removed shards.
