@@ -206,6 +206,30 @@ def test_ids_of_earlier_turns_tell_descendants_apart() -> None:
     assert parent_of(resolve(talk, *firsts, *seconds)) == "1x"
 
 
+@pytest.mark.requirement("A6", "A7")
+def test_ids_of_two_chains_in_one_history_point_nowhere() -> None:
+    firsts = [captured([user("a")], answer("b"), call_id=i, order=int(i)) for i in "12"]
+    seconds = [
+        captured(
+            [user("a"), answer("b"), user("c")],
+            answer("d"),
+            call_id=f"{parent.call_id}x",
+            parent=parent,
+            order=2 + parent.order,
+        )
+        for parent in firsts
+    ]
+    talk = [
+        user("a"),
+        answer("b", id="chatcmpl-1"),
+        user("c"),
+        answer("d", id="chatcmpl-2x"),
+        user("e"),
+    ]
+    with pytest.raises(AmbiguousParent):
+        resolve(talk, *firsts, *seconds)
+
+
 @pytest.mark.requirement("A7")
 def test_null_and_empty_twins_are_not_told_apart_by_spelling() -> None:
     calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]

@@ -21,7 +21,7 @@ from tests.support.engine import PLUGINS, free_port, server_arguments
 from tests.support.third_party import LOG_VARIABLE, install_resolver
 
 API_KEY = "an-api-key"
-START_SECONDS = 240
+START_SECONDS = 400
 
 
 class HttpShard:
@@ -70,7 +70,7 @@ def started(
         process = subprocess.Popen(
             [
                 sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry",
-                *server_arguments(qwen3_dir, port), "--api-key", API_KEY,
+                *server_arguments(qwen3_dir, port), "--api-key", API_KEY, "--api-server-count", "2",
             ],
             stdout=output, stderr=subprocess.STDOUT, env=environment,
         )  # fmt: skip
@@ -110,7 +110,10 @@ def test_from_open_to_shards_over_http(started: tuple[str, Path, str]) -> None:
         "/attempts", json={"rollout_id": "r", "group_id": "g", "partition": "run-step0"}
     ).json()
     base = f"{url}{opened['base_path']}"
-    client = openai.OpenAI(base_url=base, api_key=API_KEY, max_retries=0)
+    # A connection per call, so that calls meet either of the two API-server processes.
+    client = openai.OpenAI(
+        base_url=base, api_key=API_KEY, max_retries=0, default_headers={"Connection": "close"}
+    )
     assert [model.id for model in client.models.list()] == ["tiny"]
     messages: list[Any] = [{"role": "user", "content": "hello"}]
     for turn in range(3):

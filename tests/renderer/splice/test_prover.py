@@ -193,3 +193,39 @@ def test_closing_that_depends_on_the_place_is_proven_again() -> None:
         )
         assert counting.text(talk).endswith("<|im_end|>" + tail)
         assert tail.startswith("\nREMINDER\n") == ((len(talk) - 1) % 4 == 0)
+
+
+@pytest.mark.requirement("A13", "A15")
+def test_turn_whose_words_change_what_follows_is_not_cut() -> None:
+    shouting = style(
+        CHATML.replace("<|im_end|>\n", "<|im_end|>{{ '!' if '?' in message.content[-1:] }}\n"),
+        "<|im_end|>",
+    )
+    messages = [
+        {"role": "user", "content": "ask"},
+        {"role": "assistant", "content": "why?"},
+        {"role": "user", "content": "go"},
+    ]
+    generated = shouting.encode("why?<|im_end|>")
+    with pytest.raises(NotProvable, match="changes what the template renders"):
+        tail_of(shouting, messages, 2, generated)
+    messages[1] = {"role": "assistant", "content": "why"}
+    tail = shouting.decode(tail_of(shouting, messages, 2, generated))
+    assert shouting.text(messages).endswith("<|im_end|>" + tail)
+
+
+@pytest.mark.requirement("A13", "A15")
+def test_tool_call_syntax_that_depends_on_the_place_is_proven_again() -> None:
+    padding = style(
+        CHATML.replace("</tool_call>", "</tool_call>{{ '.' * messages | length }}"), "<|im_end|>"
+    )
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turn = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "ok"},
+    ]
+    prover = padding.prover()
+    for turns in (1, 2, 3):
+        talk = [{"role": "user", "content": "ask"}, *turn * turns]
+        tail = tail_of(padding, talk, len(talk) - 1, padding.encode("cut"), prover)
+        assert padding.decode(tail).startswith("<|im_end|>\n<|im_start|>tool\nok")
