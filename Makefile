@@ -2,10 +2,11 @@
 PYTHON ?= python3.11
 VENV   ?= .venv
 OUT    ?= out/demo
+OLDEST_VLLM := 0.30.0
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format wheels isolation bench clean
+.PHONY: help setup demo test test-slow lint format wheels isolation smoke bench clean
 
 help:            ## List the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -24,7 +25,7 @@ test: setup      ## Run the tests
 test-slow: setup ## Run the tests that take minutes each
 	$(BIN)/python -m pytest -m slow
 
-lint: setup      ## Style,, import boundaries, requirement ids
+lint: setup      ## Style, types, import boundaries, requirement ids
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -43,6 +44,9 @@ wheels: setup    ## Build the three wheels into dist/
 
 isolation: wheels ## Install each wheel without the other side and check what it registers
 	PYTHON=$(PYTHON) bash scripts/check_isolation.sh dist
+
+smoke: wheels    ## Run the smoke tests on the oldest supported vLLM, from the built wheels
+	PYTHON=$(PYTHON) bash scripts/check_vllm_versions.sh dist $(OLDEST_VLLM)
 
 bench: setup     ## Run the benchmarks
 	$(BIN)/python -m pytest benchmarks -o addopts= --benchmark-only

@@ -37,6 +37,7 @@ def test_supported_range(monkeypatch: pytest.MonkeyPatch) -> None:
         compat.check_version()
 
 
+@pytest.mark.smoke
 @pytest.mark.requirement("A29")
 def test_signatures_of_the_installed_vllm_are_the_expected_ones(
     monkeypatch: pytest.MonkeyPatch,

@@ -35,6 +35,7 @@ def tool_call(
     ]
 
 
+@pytest.mark.smoke
 @pytest.mark.requirement("X1", "X2", "A20", "A3", "A10", "C1", "C2", "C3", "A24")
 def test_continuation_keeps_a_split_that_the_text_would_not_give(episode: Episode) -> None:
     script = [*episode.spell("hello there"), *episode.ids(END)]

@@ -17,6 +17,7 @@ def measure(episode: Episode, **body: Any) -> httpx.Response:
     )
 
 
+@pytest.mark.smoke
 @pytest.mark.requirement("X18", "D1", "D2", "D3", "D4")
 def test_count_equals_the_prompt_of_the_call_that_follows(episode: Episode) -> None:
     script = episode.ids(f"<think>\nFrance\n</think>\n\nParis{END}")

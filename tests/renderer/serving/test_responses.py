@@ -37,6 +37,7 @@ def respond(
     return json.loads(answer.to_json())["output"], episode.record(answer.id)
 
 
+@pytest.mark.smoke
 @pytest.mark.requirement("A27", "X20", "A20")
 def test_reasoning_message_and_tool_turns_continue(episode: Episode) -> None:
     script = [

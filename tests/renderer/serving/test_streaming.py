@@ -51,6 +51,7 @@ def assembled(stream: Any) -> tuple[dict[str, Any], str, Any, str]:
     return message, finish, usage, response_id
 
 
+@pytest.mark.smoke
 @pytest.mark.requirement("X15", "A20")
 @pytest.mark.usefixtures("chat_stream")
 def test_streamed_tool_call_is_captured_and_continued(episode: Episode) -> None:
