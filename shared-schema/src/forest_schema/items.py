@@ -15,6 +15,7 @@ import abc
 import base64
 import binascii
 import decimal
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,9 @@ _ENCODER = msgspec.json.Encoder()
 # The concrete types first: the check of an abstract one is some ten times slower.
 _MAPPING = (dict, Mapping)
 _SEQUENCE = (list, Sequence)
+
+_REMEMBERED_LENGTH = 1024
+"""Longest tool arguments, in characters, whose canonical form is remembered."""
 
 _ITEM_DOMAIN = b"forest/item/v1\0"
 _REASONING_DOMAIN = b"forest/reasoning/v1\0"
@@ -56,8 +60,7 @@ class ItemError(ValueError):
         self.param = param
 
 
-@dataclass(frozen=True, slots=True)
-class SourceItem:
+class SourceItem(msgspec.Struct, frozen=True):
     """One normalised item of a history."""
 
     role: str
@@ -178,11 +181,21 @@ def normalize_arguments(arguments: Any) -> list[Any]:
     if arguments is None:
         return ["json", ["o"]]
     if isinstance(arguments, str):
-        try:
-            return ["json", _canonical_value(_ARGUMENTS.decode(arguments))]
-        except (ValueError, RecursionError):
-            return ["text", arguments]
+        if len(arguments) <= _REMEMBERED_LENGTH:
+            return _remembered_text(arguments)
+        return _text_arguments(arguments)
     return ["json", _canonical_value(arguments)]
+
+
+def _text_arguments(text: str) -> list[Any]:
+    try:
+        return ["json", _canonical_value(_ARGUMENTS.decode(text))]
+    except (ValueError, RecursionError):
+        return ["text", text]
+
+
+# Every request repeats the calls of its whole history.
+_remembered_text = functools.lru_cache(maxsize=8192)(_text_arguments)
 
 
 class _Number(str):
@@ -333,20 +346,21 @@ class _Turn:
 
     def item(self) -> SourceItem:
         parts = self.parts
-        if not any(part[0] == "content" for part in parts):
+        contents = [part[1] for part in parts if part[0] == "content"]
+        if not contents:
             parts = [["content", None], *parts]
-        has_calls = any(part[0] == "call" for part in parts)
-        loose = [
-            ["content", None] if has_calls and part[0] == "content" and not part[1] else part
-            for part in parts
-        ]
-        strict_print = _fingerprint(_ITEM_DOMAIN, ["assistant", parts, self.extras])
+        strict_print = loose_print = _fingerprint(_ITEM_DOMAIN, ["assistant", parts, self.extras])
+        has_calls = len(parts) > max(1, len(contents))
+        if has_calls and any(not content and content is not None for content in contents):
+            loose = [
+                ["content", None] if part[0] == "content" and not part[1] else part
+                for part in parts
+            ]
+            loose_print = _fingerprint(_ITEM_DOMAIN, ["assistant", loose, self.extras])
         return SourceItem(
             role="assistant",
             fingerprint=strict_print,
-            equivalence_fingerprint=strict_print
-            if loose == parts
-            else _fingerprint(_ITEM_DOMAIN, ["assistant", loose, self.extras]),
+            equivalence_fingerprint=loose_print,
             reasoning_fingerprint=_reasoning_fingerprint("\n".join(self.reasoning)),
             native_ids=tuple(self.native_ids),
         )
