@@ -1,5 +1,6 @@
 """Streams: the stock client accepts them, and their end waits for the capture."""
 
+import asyncio
 import threading
 import time
 from typing import Any
@@ -163,6 +164,39 @@ def test_client_that_leaves_a_plain_request(episode: Episode) -> None:
     receipt = server.receipt(episode.attempt)
     assert (receipt.calls, receipt.pending) == ((), ())
     assert receipt.failures[0].reason == "client_disconnected"
+
+
+@pytest.mark.requirement("I9", "C24", "C16")
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_leaves_while_its_answer_is_committed(
+    episode: Episode, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    server = episode.server
+    service = server.app.state.forest.service
+    put, reached = service._sink.put, threading.Event()
+
+    async def slow_put(*arguments: Any) -> Any:
+        reached.set()
+        await asyncio.sleep(1.0)
+        return await put(*arguments)
+
+    monkeypatch.setattr(service._sink, "put", slow_put)
+    body = {"model": "tiny", "messages": [ASK], "max_tokens": 2, "stream": stream}
+    url = f"{server.base_url(episode.attempt)}/chat/completions"
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(timeout=60) as client:
+            request = asyncio.create_task(client.post(url, json=body))
+            await asyncio.to_thread(reached.wait, 60)
+            request.cancel()
+
+    asyncio.run(leave())
+    wait_until(lambda: len(server.receipt(episode.attempt).failures) == 1)
+    receipt = server.receipt(episode.attempt)
+    assert len(receipt.calls) == 1
+    (failure,) = receipt.failures
+    assert failure.reason == "request_finished_without_staged_coordinates"
+    assert failure.had_committed_capture
 
 
 @pytest.mark.requirement("X20")

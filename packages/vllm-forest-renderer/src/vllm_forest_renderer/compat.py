@@ -29,11 +29,11 @@ _PLACES: Mapping[str, tuple[str, ...]] = {
     "TokensPrompt": ("vllm.inputs",),
     "TextPrompt": ("vllm.inputs",),
     "ChatCompletionRequest": (f"{_CHAT}.protocol",),
-    "ChatCompletionResponse": (f"{_CHAT}.protocol",),
     "OpenAIServingChat": (f"{_CHAT}.serving",),
     "ResponsesRequest": (f"{_RESPONSES}.protocol",),
-    "ResponsesResponse": (f"{_RESPONSES}.protocol",),
     "OpenAIServingResponses": (f"{_RESPONSES}.serving",),
+    "AsyncLLM": ("vllm.v1.engine.async_llm",),
+    "OnlineRenderer": ("vllm.renderers.online_renderer",),
     "ErrorResponse": (
         "vllm.entrypoints.serve.engine.protocol",
         "vllm.entrypoints.openai.engine.protocol",
@@ -45,8 +45,6 @@ _PLACES: Mapping[str, tuple[str, ...]] = {
         "vllm.entrypoints.serve.utils.error_response",
         "vllm.entrypoints.utils",
     ),
-    "FlatLogprobs": ("vllm.logprobs",),
-    "init_logger": ("vllm.logger",),
 }  # fmt: skip
 """Name -> modules that hold it, the newest vLLM's first."""
 
@@ -59,6 +57,16 @@ _SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "OpenAIServingChat.create_chat_completion": ("request", "raw_request"),
     "OpenAIServingChat.render_chat_request": ("request",),
     "OpenAIServingResponses.create_responses": ("request", "raw_request"),
+    "OpenAIServingResponses._check_model": ("request",),
+    "OnlineRenderer.render_responses": ("request", "tool_server"),
+    "AsyncLLM.generate": ("prompt", "sampling_params", "request_id", "reasoning_ended"),
+    "AsyncLLM.pause_generation": ("mode", "clear_cache"),
+    "AsyncLLM.resume_generation": (),
+    "AsyncLLM.is_paused": (),
+    "AsyncLLM.collective_rpc": ("kwargs",),
+    "AsyncLLM.reset_prefix_cache": ("reset_running_requests",),
+    "AsyncLLM.get_weight_version": (),
+    "AsyncLLM.update_weight_version": (),
 }  # fmt: skip
 """Method -> parameters that it must accept."""
 

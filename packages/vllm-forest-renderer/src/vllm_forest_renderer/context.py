@@ -64,6 +64,8 @@ class Call:
     weight_version: str | None = None
     """Version at the admission, for engines that do not label their tokens."""
     generation: Generation | None = None
+    completing: bool = False
+    """The generation is finished; its capture goes on whatever becomes of the request."""
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the intent is durable."""
     parser: Any = None

@@ -7,7 +7,6 @@ paused and says so, it never serves a mixture.
 """
 
 import asyncio
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +129,9 @@ class EngineControl:
                 await self._engine.collective_rpc(
                     "reload_weights", kwargs={"weights_path": str(directory)}
                 )
-                await self._reset_prefix_cache()
+                # Requests in flight give up their blocks too and compute them again.
+                if not await self._engine.reset_prefix_cache(reset_running_requests=True):
+                    raise RuntimeError("the prefix cache could not be reset")
                 await self._engine.update_weight_version(update.version)
             except Exception as error:
                 raise ForestError(
@@ -147,12 +148,6 @@ class EngineControl:
         mode = "keep" if self.labels_tokens else "wait"
         if not await self._engine.is_paused():
             await self._engine.pause_generation(mode=mode, clear_cache=False)
-
-    async def _reset_prefix_cache(self) -> None:
-        accepted = inspect.signature(self._engine.reset_prefix_cache).parameters
-        keywords = {"reset_running_requests": True} if "reset_running_requests" in accepted else {}
-        if not await self._engine.reset_prefix_cache(**keywords):
-            raise RuntimeError("the prefix cache could not be reset")
 
     async def _state(self) -> EngineState:
         return EngineState(

@@ -106,6 +106,7 @@ class CaptureService:
 
         Raises `ForestError` after recording the failure.
         """
+        call.completing = True
         task = asyncio.create_task(self._complete(call, answer))
         self._keep(task)
         try:
@@ -178,8 +179,8 @@ class CaptureService:
         await self._record(call, failure_reason(error), f"{type(error).__name__}: {error}")
 
     def fail_in_background(self, call: Call, error: BaseException) -> None:
-        """`fail` for a task that is being cancelled."""
-        if call.call_id is not None:
+        """`fail` for a task that is being cancelled before its generation was finished."""
+        if call.call_id is not None and not call.completing:
             self._keep(asyncio.create_task(self.fail(call, error)))
 
     async def _record(self, call: Call, reason: Reason, detail: str) -> None:
