@@ -14,6 +14,10 @@ from numpy.typing import ArrayLike, NDArray
 EPSILON = 1e-6
 """Added to the standard deviation of a group's rewards."""
 
+ROUNDING = 1e-12
+"""Rewards that differ by less than this part of the largest one are equal: a deviation that is
+only rounding would blow an advantage up to 1 / `EPSILON` times its size."""
+
 
 def group_advantages(
     rewards: ArrayLike,
@@ -46,7 +50,8 @@ def group_advantages(
     else:
         # Only differences matter; measured from a reward, equal rewards give exactly 0.
         shifted_n = np.where(votes_n | retained_n, rewards_n, 0.0) - rewards_n[votes_n][0]
-        advantages_n = _unclipped(shifted_n, votes_n, leave_one_out, normalize)
+        rounding = ROUNDING * float(np.abs(rewards_n[votes_n]).max())
+        advantages_n = _unclipped(shifted_n, votes_n, leave_one_out, normalize, rounding)
     low = -np.inf if clip_low is None else clip_low
     high = np.inf if clip_high is None else clip_high
     return np.where(retained_n, np.clip(advantages_n, low, high), 0.0)
@@ -57,8 +62,12 @@ def _unclipped(
     votes_n: NDArray[np.bool_],
     leave_one_out: bool,
     normalize: bool,
+    rounding: float,
 ) -> NDArray[np.float64]:
-    """Reward minus baseline, over the deviation where there is one; at least two votes."""
+    """Reward minus baseline, over the deviation where there is one; at least two votes.
+
+    Rewards at most `rounding` apart have none.
+    """
     weights_nn = np.tile(votes_n.astype(np.float64), (len(votes_n), 1))
     if leave_one_out:
         np.fill_diagonal(weights_nn, 0.0)
@@ -70,7 +79,11 @@ def _unclipped(
     squares_n = (weights_nn * (rewards_n[None, :] - baseline_n[:, None]) ** 2).sum(axis=1)
     # A baseline of one reward has no deviation: 0, so that the advantage stays as it is.
     deviation_n = np.sqrt(squares_n / np.maximum(count_n - 1.0, 1.0))
-    return np.where(deviation_n > 0, advantages_n / (deviation_n + EPSILON), advantages_n)
+    counted_nn = weights_nn > 0
+    highest_n = np.where(counted_nn, rewards_n, -np.inf).max(axis=1)
+    lowest_n = np.where(counted_nn, rewards_n, np.inf).min(axis=1)
+    deviates_n = highest_n - lowest_n > rounding
+    return np.where(deviates_n, advantages_n / (deviation_n + EPSILON), advantages_n)
 
 
 def check_complete_group(rollout_ids: Sequence[str], expected: int, *, group_id: str) -> None:
