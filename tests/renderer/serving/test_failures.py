@@ -261,6 +261,25 @@ def test_store_that_refuses_the_delta_fails_the_call(
     assert (receipt.calls, receipt.pending) == ((), ())
 
 
+@pytest.mark.requirement("C11", "C24", "G14", "XF2")
+@pytest.mark.parametrize(("reason", "status"), [("length", "incomplete"), ("abort", "failed")])
+def test_tool_call_does_not_hide_that_the_generation_was_interrupted(
+    episode: Episode, server: EngineServer, reason: str, status: str
+) -> None:
+    call = '<tool_call>\n{"name": "search", "arguments": {"query": "a"}}\n</tool_call>'
+    script = episode.ids(f"<think>\n\n</think>\n\n{call}\nAnd then")
+
+    def interrupt(output: Any) -> None:
+        for completion in output.outputs:
+            if completion.finish_reason is not None:
+                completion.finish_reason = reason
+
+    with damaged(server, interrupt):
+        message, record = episode.chat([ASK], script, tools=TOOLS)
+    assert len(message["tool_calls"]) == 1
+    assert (record.finish_reason, record.status) == (reason, status)
+
+
 @pytest.mark.requirement("XF5", "I1", "I2", "C18")
 def test_call_that_finishes_after_the_close_stays_isolated(episode: Episode) -> None:
     server = episode.server

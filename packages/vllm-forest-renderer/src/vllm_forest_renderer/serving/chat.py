@@ -56,10 +56,15 @@ class ChatAdapter:
         return result if isinstance(result, compat.ErrorResponse) else None
 
     def answer(self, response: Any, call_id: str, finish_reason: str | None) -> Answer:
-        """See `ApiAdapter`. The API's finish reason is recorded, which knows of tool calls."""
+        """See `ApiAdapter`. The API's finish reason is recorded, which knows of tool calls, unless
+        the engine was interrupted: vLLM says `tool_calls` of a generation that was cut off or
+        aborted behind a complete call, too.
+        """
         response.id = response_id(call_id)
         choice = response.choices[0]
-        return Answer(response.id, [choice.message.model_dump()], choice.finish_reason)
+        if finish_reason == "stop":
+            finish_reason = choice.finish_reason
+        return Answer(response.id, [choice.message.model_dump()], finish_reason)
 
     def dump(self, response: Any) -> dict[str, Any]:
         """See `ApiAdapter`."""
