@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from forest_schema import Reason, TensorRef
 from forest_schema.shards import ShardError
+from megatron_forest_trainer.config import parse_config
 from megatron_forest_trainer.controller.client import ControlClient
 from megatron_forest_trainer.controller.collect import DropBudgetExceeded, StepGroups
 from megatron_forest_trainer.controller.rollouts import rollout_seed
+from megatron_forest_trainer.controller.setup import sampling_fields
 from megatron_forest_trainer.controller.step import prompt_groups
 
 from tests.support.scripted_server import ScriptedServer
@@ -300,3 +302,10 @@ def test_a_result_that_cannot_be_used_is_the_harness_s_error(
     with pytest.raises(DropBudgetExceeded, match="harness_error") as caught:
         collect(server, make_collector, [[OK]], harness=harness)
     assert told in str(caught.value)
+
+
+@pytest.mark.requirement("C22")
+@pytest.mark.parametrize(("overrides", "top_k"), [([], -1), (["policy.generation.top_k=20"], 20)])
+def test_the_request_states_the_whole_distribution(overrides: list[str], top_k: int) -> None:
+    fields = sampling_fields(parse_config("", overrides))
+    assert fields == {"temperature": 1.0, "top_p": 1.0, "extra_body": {"top_k": top_k}}

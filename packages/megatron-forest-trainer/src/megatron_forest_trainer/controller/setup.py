@@ -46,6 +46,9 @@ from megatron_forest_trainer.logging_.records import (
 from megatron_forest_trainer.model.parallel import Parallelism
 from megatron_forest_trainer.store import StoreReader, open_reader
 
+_EVERY_TOKEN = -1
+"""vLLM's `top_k` without a limit."""
+
 
 class SetupError(ValueError):
     """Something that the configuration names cannot be used."""
@@ -250,7 +253,7 @@ def _rollout_settings(config: Config, harness: Harness, served_model: str) -> Ro
     return RolloutSettings(
         harness=harness,
         model=served_model,
-        sampling=_sampling(config),
+        sampling=sampling_fields(config),
         options=_harness_options(config),
         group_size=config.grpo.num_generations_per_prompt,
         max_concurrent_attempts=config.async_rl.max_concurrent_attempts,
@@ -281,14 +284,20 @@ def _check_options(harness: Harness, options: dict[str, Any]) -> None:
         raise SetupError(str(error)) from error
 
 
-def _sampling(config: Config) -> dict[str, Any]:
-    """Fields of an OpenAI request; what the OpenAI API lacks goes into `extra_body`."""
+def sampling_fields(config: Config) -> dict[str, Any]:
+    """Fields of an OpenAI request; what the OpenAI API lacks goes into `extra_body`.
+
+    The distribution is asked for in full: a field that is left out takes the server's default,
+    which comes from the model's generation_config.json.
+    """
     generation = config.policy.generation
-    sampling: dict[str, Any] = {"temperature": generation.temperature, "top_p": generation.top_p}
+    sampling: dict[str, Any] = {
+        "temperature": generation.temperature,
+        "top_p": generation.top_p,
+        "extra_body": {"top_k": _EVERY_TOKEN if generation.top_k is None else generation.top_k},
+    }
     if generation.max_new_tokens is not None:
         sampling["max_tokens"] = generation.max_new_tokens
-    if generation.top_k is not None:
-        sampling["extra_body"] = {"top_k": generation.top_k}
     return sampling
 
 
