@@ -241,6 +241,10 @@ def test_a_torn_journal_line_is_ignored(tmp_path: Path) -> None:
         file.write(b'{"type": "attempt", "roll')
     assert journal.positions(tmp_path) == {"g0": 3}
     assert journal.attempts(tmp_path) == {"att_1": "g0-r0"}
+    # A resumed run goes on in the same file.
+    journal.append(tmp_path, journal.GroupBegun("g1", 4))
+    assert journal.positions(tmp_path) == {"g0": 3, "g1": 4}
+    assert journal.attempts(tmp_path) == {"att_1": "g0-r0"}
 
 
 @pytest.mark.requirement("J4")

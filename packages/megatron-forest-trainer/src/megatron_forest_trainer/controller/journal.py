@@ -1,12 +1,15 @@
 """What a step has begun: which task each prompt group took, and which attempts it opened.
 
 Guarantees: a group's task is written down before its first attempt opens, an attempt right after it
-opened; a torn last line is ignored. After a kill the journal and the archive together say what was
-begun and what was finished, so that no prompt is skipped or used twice and no attempt is forgotten.
+opened; a torn last line is ignored, and gone before the next entry. After a kill the journal and
+the archive together say what was begun and what was finished, so that no prompt is skipped or used
+twice and no attempt is forgotten.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -37,8 +40,19 @@ _DECODER: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
 def append(folder: Path, entry: Entry) -> None:
     """Add an entry to the journal of the step in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / JOURNAL_FILE).open("ab") as file:
+    with (folder / JOURNAL_FILE).open("a+b") as file:
+        _drop_torn_line(file)
         file.write(_ENCODER.encode(entry) + b"\n")
+
+
+def _drop_torn_line(file: BinaryIO) -> None:
+    """Cut what follows the last line's end, which would spoil the next line."""
+    end = file.seek(0, os.SEEK_END)
+    if end:
+        file.seek(end - 1)
+        if file.read(1) != b"\n":
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def read(folder: Path) -> Iterator[Entry]:
