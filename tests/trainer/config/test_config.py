@@ -236,6 +236,11 @@ def test_known_key_paths_are_the_written_ones() -> None:
             "at least 2",
         ),
         (
+            ["grpo.num_generations_per_prompt=1", "grpo.use_leave_one_out_baseline=false"],
+            "grpo.num_generations_per_prompt",
+            "at least 2",
+        ),
+        (
             ["grpo.advantage_clip_low=2", "grpo.advantage_clip_high=1"],
             "grpo.advantage_clip_low",
             "above grpo.advantage_clip_high",

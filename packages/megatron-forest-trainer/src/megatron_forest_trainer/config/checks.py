@@ -135,7 +135,7 @@ def _batch_problems(config: Config) -> Iterator[Finding]:
             f"is {batch}; one optimizer step trains grpo.num_prompts_per_step * "
             f"grpo.num_generations_per_prompt = {config.rollouts_per_step} logical rollouts",
         )
-    if config.grpo.num_generations_per_prompt < 2 and config.grpo.use_leave_one_out_baseline:
+    if config.grpo.num_generations_per_prompt < 2:
         yield (
             "grpo.num_generations_per_prompt",
             "must be at least 2: a group of one rollout has no baseline, so no advantage",
