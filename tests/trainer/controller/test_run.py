@@ -59,6 +59,7 @@ def test_two_ranks_train_what_one_trains(
     assert [record["step"] for record in records] == [1, 2]
     # Three rows per rollout, two rollouts per group: six rows, a multiple of two ranks.
     assert [record["valid_rows"] for record in records] == [12, 12]
+    assert [record["excluded_tokens"] for record in records] == [0, 0]
     assert server.engine.updates == ["step-0", "step-1", "step-2"]
     groups = read_groups(out / "rollouts" / "step000001")
     assert [group.row_multiple for group in groups] == [2, 2]

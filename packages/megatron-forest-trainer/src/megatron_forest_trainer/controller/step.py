@@ -164,6 +164,7 @@ def step_record(
         "probability_ratio": stats.probability_ratio,
         "clipped_fraction": stats.clipped_fraction,
         "importance_weight": stats.importance_weight,
+        "excluded_tokens": stats.excluded_tokens,
         "tokens_per_second": generated / step_s if step_s > 0 else 0.0,
         "rollout_seconds": rollout_s,
         "train_seconds": train_s,
