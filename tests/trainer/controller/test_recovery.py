@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from forest_schema import SchemaError
+from forest_schema import Reason, SchemaError
 from megatron_forest_trainer.config import load_config
 from megatron_forest_trainer.controller import archive, journal
 from megatron_forest_trainer.controller.archive import SnapshotRefused
@@ -20,6 +20,8 @@ from megatron_forest_trainer.controller.run_dir import RunDirectory, RunExists
 from megatron_forest_trainer.controller.setup import set_up
 from megatron_forest_trainer.controller.tasks import TaskStream, load_tasks
 from megatron_forest_trainer.core.errors import IntegrityError
+from megatron_forest_trainer.core.filters import Decision
+from megatron_forest_trainer.core.metrics import TokenErrors
 from megatron_forest_trainer.logging_.records import read_records
 from megatron_forest_trainer.store import open_reader
 from vllm_forest_renderer.errors import AttemptError
@@ -231,6 +233,25 @@ def test_a_group_whose_rows_are_not_the_saved_ones_is_refused(tmp_path: Path) ->
     archive.save_group(tmp_path, [], row_multiple=4, **common)
     with pytest.raises(IntegrityError, match="not those that were saved"):
         archive.save_group(tmp_path, [], row_multiple=8, **common)
+
+
+@pytest.mark.parametrize("mult", [float("nan"), float("inf")])
+def test_decisions_about_a_row_without_a_finite_error_can_be_read(
+    tmp_path: Path, mult: float
+) -> None:
+    archive.save_decisions(
+        tmp_path,
+        step=1,
+        weight_version="step-0",
+        decisions={"g/r": Decision(False, True, Reason.LOGPROB_ERROR_ABOVE_THRESHOLD)},
+        advantages={"g/r": 0.0},
+        row_errors={"g/r/s0": TokenErrors(tokens=2, mult=mult, gen_kl=0.5)},
+    )
+    found = archive.read_decisions(tmp_path)
+    assert found is not None
+    error = found.row_errors["g/r/s0"]
+    assert (error.tokens, error.gen_kl) == (2, 0.5)
+    assert error.mult > 1e300
 
 
 @pytest.mark.requirement("J1")

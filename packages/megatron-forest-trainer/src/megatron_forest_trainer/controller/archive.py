@@ -6,6 +6,8 @@ and the exact ids of its rows and padding rows. Files of another schema, mode or
 refused by name. Reading a rollout back gives the same selection and the same row ids, or raises.
 """
 
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,7 +81,8 @@ class StepDecisions(msgspec.Struct, frozen=True, kw_only=True):
     advantages: dict[str, float]
     """By `{group_id}/{rollout_id}`."""
     row_errors: dict[str, TokenErrors]
-    """Row id -> error between engine and trainer."""
+    """Row id -> error between engine and trainer; a sum that is not finite, which JSON cannot
+    hold, is the largest float."""
 
 
 _ROLLOUT = msgspec.json.Decoder(RolloutSnapshot)
@@ -176,9 +179,18 @@ def save_decisions(
         weight_version=weight_version,
         decisions=dict(decisions),
         advantages=dict(advantages),
-        row_errors=dict(row_errors),
+        row_errors={row_id: _finite(error) for row_id, error in row_errors.items()},
     )
     write_whole(folder / DECISIONS_FILE, msgspec.json.encode(made))
+
+
+def _finite(error: TokenErrors) -> TokenErrors:
+    wrong = {
+        name: sys.float_info.max
+        for name in error.__struct_fields__
+        if not math.isfinite(getattr(error, name))
+    }
+    return msgspec.structs.replace(error, **wrong)
 
 
 def read_rollout(path: Path) -> RolloutSnapshot:
