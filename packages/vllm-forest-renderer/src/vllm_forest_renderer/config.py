@@ -40,8 +40,9 @@ class ForestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Capture calls whose sampled distribution the trainer cannot rebuild; their records are
     marked and the trainer masks them."""
     reproducible_logits_processors: tuple[str, ...] = ()
-    """`--logits-processors` values that leave the sampled distribution as the sampling parameters
-    say; every other custom logits processor makes a call unreproducible."""
+    """`--logits-processors` values (and `module:Class` of installed `vllm.logits_processors` entry
+    points) that leave the sampled distribution as the sampling parameters say; every other custom
+    logits processor makes a call unreproducible."""
     chat_stream: Literal["incremental", "buffered"] = "incremental"
     """How `stream=true` is served on Chat: tokens as they are generated, or the captured answer's
     events. Responses streams are always buffered."""

@@ -159,13 +159,9 @@ def _service(
         raise TypeError(
             f"prefix resolver {config.prefix_resolver!r} has no method resolve; see PrefixResolver"
         )
-    processors = [
-        processor if isinstance(processor, str) else processor.__qualname__
-        for processor in vllm_config.model_config.logits_processors or ()
-    ]
     changing = [
         f"logits processor {name}"
-        for name in processors
+        for name in compat.custom_logits_processors(vllm_config.model_config)
         if name not in config.reproducible_logits_processors
     ]
     if getattr(vllm_config, "watermark_config", None) is not None:
