@@ -48,8 +48,12 @@ isolation: wheels ## Install each wheel without the other side and check what it
 smoke: wheels    ## Run the smoke tests on the oldest supported vLLM, from the built wheels
 	PYTHON=$(PYTHON) bash scripts/check_vllm_versions.sh dist $(OLDEST_VLLM)
 
-bench: setup     ## Run the benchmarks
-	$(BIN)/python -m pytest benchmarks -o addopts= --benchmark-only
+bench: setup     ## Run the benchmarks (OUT=dir keeps serving.json there)
+	mkdir -p $(OUT)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest benchmarks/bench_serving.py -q -o addopts= \
+	  -W ignore --benchmark-only --benchmark-columns=median,iqr --benchmark-json=$(OUT)/serving.json
+	-$(BIN)/python benchmarks/bench_core.py
+	-OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_megatron.py
 
 clean:           ## Remove what the targets made
 	rm -rf $(VENV) out dist .cache
