@@ -57,7 +57,7 @@ def main(
     except KeyboardInterrupt:
         _fail("interrupted")
     if status:
-        _fail(f"the trainer exited with status {status}; see {out / 'trainer.log'}")
+        _fail(f"the trainer exited with status {status}; its messages are above")
     records = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     table = step_table(records)
     console.print(table)

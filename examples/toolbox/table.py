@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 COLUMNS = (
@@ -11,7 +12,7 @@ COLUMNS = (
     ("rows", "valid_rows", "d"),
     ("padding", "padding_rows", "d"),
     ("reward", "reward/mean", ".3f"),
-    ("gen KL error", "gen_kl_error", ".1e"),
+    ("gen KL", "gen_kl_error", ".1e"),
     ("TMPE", "token_mult_prob_error", ".6f"),
     ("dropped", "dropped_prompt_groups", "d"),
     ("tokens/s", "tokens_per_second", ".0f"),
@@ -20,7 +21,7 @@ COLUMNS = (
 
 def step_table(records: Sequence[dict[str, Any]]) -> Table:
     """One line per step record."""
-    table = Table(title="GRPO steps")
+    table = Table(title="GRPO steps", box=box.SIMPLE_HEAD)
     for title, _, _ in COLUMNS:
         table.add_column(title, justify="right")
     for record in records:

@@ -57,7 +57,7 @@ def server(**changes: Any) -> Any:
     return SimpleNamespace(model_config=SimpleNamespace(**model))
 
 
-@pytest.mark.requirement("C22", "K7", "K10")
+@pytest.mark.requirement("C22", "K10")
 def test_servers_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     compat.check_server(server())
     with pytest.raises(compat.UnsupportedVllm, match="--logprobs-mode processed_logprobs"):

@@ -212,7 +212,6 @@ def test_what_says_the_same_is_the_same_item(left: dict[str, Any], right: dict[s
         (assistant(call("{}", native_id=None)), "messages[0].tool_calls[0].id"),  # type: ignore[arg-type]
     ],
 )
-@pytest.mark.requirement("A31", "X17")
 def test_unknown_kinds_are_refused_by_name(message: dict[str, Any], param: str) -> None:
     with pytest.raises(ItemError) as refused:
         normalize_chat([message])
@@ -323,3 +322,21 @@ def test_fingerprints_are_pinned() -> None:
 
 PINNED = "81b67df61f705fe39d53133ac748e853"
 PINNED_REASONING = "28cea893d8e145c7b29af0c303e9bb84"
+
+
+@pytest.mark.requirement("A31", "X9")
+def test_arguments_that_no_number_can_hold_compare_as_text():
+    huge = '{"a": 1e99999999999999999999999}'
+    assert normalize_arguments(huge) == ("text", huge)
+    assert normalize_arguments(huge) != normalize_arguments('{"a": 1e9}')
+
+
+@pytest.mark.requirement("A31")
+def test_a_lone_surrogate_is_not_the_text_of_its_escape():
+    def history(argument):
+        function = {"name": "f", "arguments": {"a": argument}}
+        call = {"id": "c", "type": "function", "function": function}
+        return normalize_chat([{"role": "assistant", "content": None, "tool_calls": [call]}])
+
+    assert history("\ud800").digests != history("\\ud800").digests
+    assert history("\ud800").digests == history("\ud800").digests

@@ -171,27 +171,27 @@ def output_evidence(
     )
 
 
-def normalize_arguments(arguments: Any) -> list[Any]:
-    """Canonical form of a tool call's arguments: `["json", value]` or `["text", text]`.
+def normalize_arguments(arguments: Any) -> tuple[Any, ...]:
+    """Canonical form of a tool call's arguments: `("json", value)` or `("text", text)`.
 
     Equal exactly when the JSON values are equal: `1`, `1.0`, `true` and `"1"` are four values.
     None (absent) equals `"{}"`. Text that is not JSON, or that has a repeated key, is compared as
     exact text.
     """
     if arguments is None:
-        return ["json", ["o"]]
+        return ("json", ("o",))
     if isinstance(arguments, str):
         if len(arguments) <= _REMEMBERED_LENGTH:
             return _remembered_text(arguments)
         return _text_arguments(arguments)
-    return ["json", _canonical_value(arguments)]
+    return ("json", _canonical_value(arguments))
 
 
-def _text_arguments(text: str) -> list[Any]:
+def _text_arguments(text: str) -> tuple[Any, ...]:
     try:
-        return ["json", _canonical_value(_ARGUMENTS.decode(text))]
-    except (ValueError, RecursionError):
-        return ["text", text]
+        return ("json", _canonical_value(_ARGUMENTS.decode(text)))
+    except (ValueError, ArithmeticError, RecursionError):
+        return ("text", text)
 
 
 # Every request repeats the calls of its whole history.
@@ -218,43 +218,32 @@ _ARGUMENTS = json.JSONDecoder(
 )
 
 
-def _canonical_value(value: Any) -> list[Any]:
+def _canonical_value(value: Any) -> tuple[Any, ...]:
     if value is None:
-        return ["n"]
+        return ("n",)
     if isinstance(value, bool):
-        return ["b", value]
+        return ("b", value)
     if isinstance(value, int):
-        return ["i", str(value)]
+        return ("i", str(value))
     if isinstance(value, _Number | float):
         text = str(value) if isinstance(value, _Number) else repr(value)
         sign, digits, exponent = decimal.Decimal(text).as_tuple()
         kept = "".join(map(str, digits)).lstrip("0")
         stripped = kept.rstrip("0")
         if not isinstance(exponent, int):
-            return ["f", text]
-        return [
+            return ("f", text)
+        return (
             "f",
             f"{'-' if sign else ''}{stripped or '0'}e"
             f"{exponent + len(kept) - len(stripped) if stripped else 0}",
-        ]
+        )
     if isinstance(value, str):
-        return ["s", _portable(value)]
+        return ("s", value)
     if isinstance(value, list | tuple):
-        return ["a", *map(_canonical_value, value)]
+        return ("a", *map(_canonical_value, value))
     if isinstance(value, _MAPPING):
-        return ["o", *([_portable(k), _canonical_value(value[k])] for k in sorted(value))]
+        return ("o", *((key, _canonical_value(value[key])) for key in sorted(value)))
     raise ValueError(f"{type(value).__name__} is not a JSON value")
-
-
-def _portable(text: str) -> str:
-    """Text that UTF-8 can carry: a lone surrogate becomes its escape behind a NUL."""
-    if text.isascii():
-        return text
-    return text.encode("utf-8", "backslashreplace").decode() if _has_surrogate(text) else text
-
-
-def _has_surrogate(text: str) -> bool:
-    return any("\ud800" <= ch <= "\udfff" for ch in text)
 
 
 def _fingerprint(domain: bytes, value: Any) -> str:

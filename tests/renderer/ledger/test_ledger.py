@@ -158,6 +158,30 @@ async def test_pending_failed_aborted_and_foreign_calls_are_never_parents(captur
 
 
 @pytest.mark.requirement("C21")
+async def test_a_call_that_the_harness_rejected_is_kept_like_any_other(capture):
+    attempt = await capture.attempt()
+    root = await capture.call(attempt)
+    # A harness that samples twice and goes on with the second answer returns only that one.
+    rejected = await capture.call(attempt, root)
+    accepted = await capture.call(attempt, root)
+    last = await capture.call(attempt, accepted)
+    receipt = await capture.ledger.close(attempt, 1.0)
+    # Closing moves the tensors into one shard and changes nothing else.
+    kept = [msgspec.structs.replace(call, delta=root.delta) for call in receipt.calls]
+    assert kept == [
+        msgspec.structs.replace(call, delta=root.delta) for call in (root, rejected, accepted, last)
+    ]
+    assert (receipt.failures, receipt.pending) == ((), ())
+    rows = sqlite3.connect(capture.directory / "ledger.sqlite").execute(
+        "SELECT call_id, state FROM calls WHERE attempt_id = ? ORDER BY capture_order", (attempt,)
+    )
+    assert rows.fetchall() == [(call.call_id, "committed") for call in receipt.calls]
+    # Only identity, time and the generation itself tell the two apart.
+    own = {"call_id", "order", "output", "delta", "chain_digest", "started_at", "committed_at"}
+    left, right = msgspec.structs.asdict(rejected), msgspec.structs.asdict(accepted)
+    assert {name for name in left if left[name] != right[name]} <= own
+
+
 async def test_committing_twice_changes_nothing_and_another_record_is_refused(capture):
     attempt = await capture.attempt()
     record = await capture.call(attempt)

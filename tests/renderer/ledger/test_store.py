@@ -88,7 +88,6 @@ def test_any_tensors_survive_the_shard(tmp_path_factory, deltas):
     asyncio.run(scenario())
 
 
-@pytest.mark.requirement("A24")
 async def test_file_and_folder_are_flushed_in_order_before_the_acknowledgement(sink, monkeypatch):
     events = []
     fsync, rename = os.fsync, os.rename

@@ -249,7 +249,7 @@ def test_failed_calls_and_other_normalisations_are_no_parents() -> None:
     assert parent_of(resolve(talk, failed, retry)) == "2"
 
 
-@pytest.mark.requirement("A17", "A18")
+@pytest.mark.requirement("A17")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -372,3 +372,19 @@ def test_the_configuration_reference_is_current() -> None:
         "run: python -m megatron_forest_trainer.config.reference > docs/configuration.md"
     )
     assert [key.path for key in keys(Config)] == key_paths(Config)
+
+
+@pytest.mark.requirement("K10")
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("scheduler.lr_warmup_iters", "4", "must be below lr_decay_iters"),
+        ("optimizer.min_lr", "1.0", "above policy.megatron_cfg.optimizer.lr"),
+        ("scheduler.lr_warmup_init", "1.0", "above policy.megatron_cfg.optimizer.lr"),
+    ],
+)
+def test_a_schedule_that_megatron_would_refuse(key, value, named):
+    path = f"policy.megatron_cfg.{key}"
+    with pytest.raises(ConfigError, match=named) as caught:
+        load_config(None, [f"{path}={value}", "grpo.max_num_steps=4"])
+    assert path in str(caught.value)

@@ -196,3 +196,28 @@ def test_a_snapshot_restores_once_and_in_its_mode(server: ScriptedServer, tmp_pa
     path.write_bytes(msgspec.json.encode(older))
     with pytest.raises(SchemaError, match="4"):
         read_unfinished(path)
+
+
+@pytest.mark.requirement("I20", "I10")
+def test_a_rollout_whose_capture_had_failed_is_not_restored(
+    server: ScriptedServer, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        attempt = await _open(server)
+        intent = await asyncio.to_thread(server.run, _failed_call(server, attempt))
+        receipt = await _receipt(server, attempt, close=False)
+        assert [failure.call_id for failure in receipt.failures] == [intent]
+        path = tmp_path / "unfinished.json"
+        save_unfinished(path, receipt, Selection((), None), forest_training=True)
+        async with ControlClient(server.url, CONTROL_TOKEN) as client:
+            with pytest.raises(SnapshotRefused, match="engine_error"):
+                await restore_attempt(client, read_unfinished(path), forest_training=True)
+
+    asyncio.run(run())
+
+
+async def _failed_call(server: ScriptedServer, attempt: str) -> str:
+    ledger = server.capture.ledger
+    intent = await ledger.record_intent(attempt, api="chat", model="tiny")
+    await ledger.record_failure(attempt, intent.call_id, Reason.ENGINE_ERROR, "scripted")
+    return str(intent.call_id)

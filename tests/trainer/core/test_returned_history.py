@@ -278,7 +278,7 @@ def test_tool_call_ids_that_several_calls_share_name_none() -> None:
     assert ids(selection.records) == ids([first, second])
 
 
-@pytest.mark.requirement("E7", "E10")
+@pytest.mark.requirement("E7")
 def test_twins_without_ids_are_accepted_only_all_together() -> None:
     forest = Forest()
     first = forest.call(text="again")
@@ -383,7 +383,7 @@ def test_unreadable_evidence_names_its_place(result: dict[str, Any]) -> None:
 # The scored call
 
 
-@pytest.mark.requirement("E17", "E31")
+@pytest.mark.requirement("E31")
 def test_the_scored_call_need_not_be_the_last() -> None:
     forest = Forest()
     first, second = forest.call(), forest.call()

@@ -5,10 +5,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron_forest_trainer.core.forest import build_rows
 from megatron_forest_trainer.core.plan import FixedShape, PackedShape, StepPlan
+from megatron_forest_trainer.core.rows import assemble
 from megatron_forest_trainer.loss.ownership import OwnedRun, OwnershipError, check_once_only
 
 from tests.support.distributed import run_ranks
+from tests.support.forests import Forest
 from tests.trainer.megatron.support import (
     BRANCHES,
     CHAIN,
@@ -28,7 +31,7 @@ def rollouts():
     return [random_rollout("x", BRANCHES, seed=1), random_rollout("y", CHAIN, seed=2)]
 
 
-@pytest.mark.requirement("XL3", "H4", "XL2")
+@pytest.mark.requirement("XL3", "H4")
 @pytest.mark.parametrize("overrides", [{}, {"policy__megatron_cfg__context_parallel_size": 2}])
 def test_padding_rows_change_nothing(untied, overrides):
     results = [
@@ -49,7 +52,43 @@ def test_padding_rows_change_nothing(untied, overrides):
             assert np.array_equal(result["gradients"][name], gradient), name
 
 
-@pytest.mark.requirement("XL3", "H4", "H5")
+def collated_advantages(rows, advantage, packed):
+    """Rows and a padding row in one microbatch: what each position carries, and row starts."""
+    from megatron_forest_trainer.data.collate import Collator, RowInput
+
+    batch = Collator(packed=packed, multiple=4)(
+        [
+            *(RowInput(row=row, trains=True, advantage=advantage) for row in rows),
+            RowInput(row=None),
+        ],
+        training=True,
+    )
+    carried = np.zeros(batch.tokens.numel(), np.float32)
+    np.add.at(carried, batch.edges.source_E, batch.edges.advantage_E)
+    first = (batch.position_ids == 0) & ~batch.artificial
+    return carried, np.flatnonzero(first.numpy())
+
+
+@pytest.mark.requirement("XL2")
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_of_a_rollout_carry_one_advantage_on_owned_tokens_only(packed):
+    forest = Forest()
+    for generated in (5, 9, 3):
+        forest.call(generated=generated)
+    plans = build_rows(forest.calls, group_id="g0", rollout_id="r0")
+    rows = [assemble(plan, forest.reader()) for plan in plans]
+    ((carried, starts),) = run_ranks(collated_advantages, rows, 0.75, packed)
+    expected = np.zeros_like(carried)
+    for start, row, generated in zip(starts, rows, (5, 9, 3), strict=True):
+        (owned,) = np.nonzero(row.loss_mask_T)
+        assert len(owned) == generated
+        # The model predicts a token at the position before it.
+        expected[start + owned - 1] = 0.75
+    np.testing.assert_array_equal(carried, expected)
+    assert np.count_nonzero(carried) == 5 + 9 + 3
+
+
+@pytest.mark.requirement("XL3", "H4")
 def test_a_rank_of_padding_only_takes_part(untied):
     single = [random_rollout("y", CHAIN, seed=2)]
     for shape in (
@@ -66,7 +105,7 @@ def test_a_rank_of_padding_only_takes_part(untied):
         assert_gradients_close(shared["gradients"], alone["gradients"], 1e-6)
 
 
-@pytest.mark.requirement("G7", "G1", "XL2")
+@pytest.mark.requirement("G7", "G1")
 def test_a_filtered_rollout_runs_without_loss(untied):
     both = make_step(rollouts(), ADVANTAGES, ONE, untrained=["y"])
     only = make_step(rollouts()[:1], ADVANTAGES, ONE)

@@ -11,7 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 from forest_schema import Receipt
 from forest_schema.items import output_evidence
-from forest_schema.shards import TOKENS, ShardError
+from forest_schema.shards import LOGPROBS, TOKENS, Delta, ShardError
 from megatron_forest_trainer.finalize import finalize_rollout
 from megatron_forest_trainer.store import open_reader
 from vllm_forest_renderer.control import ControlServices, ControlToken, control_router
@@ -75,7 +75,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Captured]:
     captured.stop()
 
 
-@pytest.mark.requirement("C27", "C26", "C5")
+@pytest.mark.requirement("C27", "C26")
 @pytest.mark.parametrize("way", ["folder", "http", "http behind an API key"])
 def test_a_sealed_attempt_becomes_verified_rows(captured: Captured, way: str) -> None:
     key = KEY if "key" in way else None
@@ -101,6 +101,37 @@ def test_a_sealed_attempt_becomes_verified_rows(captured: Captured, way: str) ->
     assert final.verified
     assert [row.length for row in final.rows] == [160]
     assert final.generated_tokens == 80
+
+
+async def _capture_chain(folder: Path, deltas: list[Delta]) -> Receipt:
+    """Calls that each continue the one before."""
+    capture = await Capture.open(folder)
+    attempt = await capture.attempt()
+    parent = None
+    for delta in deltas:
+        parent = await capture.call(attempt, parent, delta=delta)
+    receipt = await capture.ledger.close(attempt, 1.0)
+    await capture.shutdown()
+    return receipt
+
+
+@pytest.mark.requirement("C5")
+def test_twenty_calls_store_twenty_small_deltas(tmp_path: Path) -> None:
+    deltas = [make_delta(40, 20, seed=seed) for seed in range(20)]
+    calls = asyncio.run(_capture_chain(tmp_path, deltas)).calls
+    assert [call.cum_len for call in calls] == list(range(40, 801, 40))
+    with open_reader(store_path=tmp_path / "store") as reader:
+        for call, delta in zip(calls, deltas, strict=True):
+            stored = reader.read(call.delta)
+            assert {name: array.shape for name, array in stored.items()} == {
+                TOKENS: (40,),
+                LOGPROBS: (20,),
+            }
+            np.testing.assert_array_equal(stored[TOKENS], delta[TOKENS])
+    # The file holds nothing else: its data grow with the number of calls, not with contexts.
+    (shard,) = (tmp_path / "store").rglob("*.safetensors")
+    header = int.from_bytes(shard.read_bytes()[:8], "little")
+    assert shard.stat().st_size == 8 + header + 20 * (40 + 20) * 4
 
 
 @pytest.mark.requirement("C27")

@@ -185,7 +185,7 @@ def _check_capture(receipt: Receipt) -> None:
         raise _Masked(Reason.CAPTURE_PENDING, f"no acknowledged write of call(s) {calls}")
     committed = {record.call_id for record in receipt.calls}
     for failure in receipt.failures:
-        if not _is_harmless(failure, committed):
+        if not is_harmless(failure, committed):
             raise _Masked(
                 Reason.CAPTURE_INCOMPLETE,
                 f"call {failure.call_id} failed: {failure.reason} {failure.detail}".rstrip(),
@@ -194,7 +194,7 @@ def _check_capture(receipt: Receipt) -> None:
         raise _Masked(Reason.CAPTURE_INCOMPLETE, "no call was captured")
 
 
-def _is_harmless(failure: FailureRecord, committed: set[str]) -> bool:
+def is_harmless(failure: FailureRecord, committed: set[str]) -> bool:
     """A cancellation after the call's capture was committed; harmless unless selected."""
     return failure.reason == Reason.REQUEST_FINISHED_WITHOUT_STAGED_COORDINATES and (
         failure.had_committed_capture or failure.call_id in committed

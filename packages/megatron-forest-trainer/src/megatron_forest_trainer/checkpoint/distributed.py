@@ -7,7 +7,6 @@ configuration, and the schedule goes on from the checkpoint's step. A checkpoint
 version, or of the other kind of optimizer, is refused.
 """
 
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from forest_schema.version import SNAPSHOT_SCHEMA, check_version
 from megatron.core import dist_checkpointing, parallel_state
 
+from megatron_forest_trainer.durable import publish_folder
 from megatron_forest_trainer.optimization import Trainable
 
 _FORMAT = ("torch_dist", 1)
@@ -47,10 +47,7 @@ def save_checkpoint(trainable: Trainable, directory: Path, *, step: int) -> None
     dist_checkpointing.save(state, str(partial), _FORMAT)
     dist.barrier()
     if dist.get_rank() == 0:
-        partial.rename(directory)
-        descriptor = os.open(directory.parent, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        publish_folder(partial, directory)
     dist.barrier()
 
 

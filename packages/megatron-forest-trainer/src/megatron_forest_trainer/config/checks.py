@@ -87,6 +87,7 @@ def _lookup(raw: Mapping[str, Any], key: str) -> tuple[bool, Any]:
 def rule_problems(config: Config, refused: set[str]) -> Iterator[Finding]:
     """Rules between keys. Keys in `refused` have been reported and hold their default."""
     yield from _batch_problems(config)
+    yield from _schedule_problems(config)
     yield from _selection_problems(config)
     grpo = config.grpo
     low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
@@ -155,6 +156,27 @@ def _batch_problems(config: Config) -> Iterator[Finding]:
             f"is {config.logprob_mb_tokens}; must be at least train_mb_tokens "
             f"{config.train_mb_tokens}, because log-probability bins are made of training bins",
         )
+
+
+def _schedule_problems(config: Config) -> Iterator[Finding]:
+    optimizer, scheduler = (
+        config.policy.megatron_cfg.optimizer,
+        config.policy.megatron_cfg.scheduler,
+    )
+    section = "policy.megatron_cfg"
+    decay = scheduler.lr_decay_iters or config.grpo.max_num_steps
+    if scheduler.lr_warmup_iters >= decay:
+        yield (
+            f"{section}.scheduler.lr_warmup_iters",
+            f"is {scheduler.lr_warmup_iters}; must be below lr_decay_iters (null: "
+            f"grpo.max_num_steps), which is {decay}",
+        )
+    for key, value in (
+        ("optimizer.min_lr", optimizer.min_lr),
+        ("scheduler.lr_warmup_init", scheduler.lr_warmup_init),
+    ):
+        if value > optimizer.lr:
+            yield f"{section}.{key}", f"is {value}, above {section}.optimizer.lr {optimizer.lr}"
 
 
 def _selection_problems(config: Config) -> Iterator[Finding]:

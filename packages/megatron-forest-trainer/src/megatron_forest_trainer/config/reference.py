@@ -23,9 +23,9 @@ _HEAD = """\
 <!-- Made by `python -m megatron_forest_trainer.config.reference`; edit the docstrings instead. -->
 
 One YAML file and any number of dotted overrides (`grpo.seed=7`), later ones winning. Every key has
-a default; `forest-train --print-config` prints the whole configuration. An unknown key is refused
-with the nearest known one, and all problems of a configuration are reported together, before
-anything starts.
+a default; `forest-train grpo --print-config` prints the whole configuration. An unknown key is
+refused with the nearest known one, and all problems of a configuration are reported together,
+before anything starts.
 """
 
 

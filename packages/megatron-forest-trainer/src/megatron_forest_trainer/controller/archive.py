@@ -16,13 +16,13 @@ import msgspec
 from forest_schema import SNAPSHOT_SCHEMA, Reason, Receipt
 from forest_schema.version import check_message_version
 
-from megatron_forest_trainer.controller.run_dir import write_whole
 from megatron_forest_trainer.core.errors import IntegrityError
 from megatron_forest_trainer.core.filters import Decision
 from megatron_forest_trainer.core.metrics import TokenErrors
 from megatron_forest_trainer.core.padding import padding_ids
 from megatron_forest_trainer.core.selection import Selection
 from megatron_forest_trainer.core.types import DeltaReader, Finalized
+from megatron_forest_trainer.durable import write_whole
 from megatron_forest_trainer.finalize import finalize_selection
 
 DECISIONS_FILE = "decisions.json"

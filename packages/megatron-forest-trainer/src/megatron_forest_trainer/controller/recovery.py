@@ -25,9 +25,9 @@ from megatron_forest_trainer.controller.run_dir import (
     steps_in,
     version_step,
     weight_version,
-    write_whole,
 )
 from megatron_forest_trainer.core.types import DeltaReader
+from megatron_forest_trainer.durable import write_whole
 
 logger = logging.getLogger(__name__)
 

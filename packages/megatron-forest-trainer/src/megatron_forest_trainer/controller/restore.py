@@ -16,11 +16,12 @@ from forest_schema import SNAPSHOT_SCHEMA, CallRecord, Reason, Receipt
 from forest_schema.control import AttemptOpened, RestoreAttempt
 from forest_schema.version import check_message_version
 
-from megatron_forest_trainer.controller.archive import check_mode
+from megatron_forest_trainer.controller.archive import SnapshotRefused, check_mode
 from megatron_forest_trainer.controller.client import ControlClient
-from megatron_forest_trainer.controller.run_dir import write_whole
 from megatron_forest_trainer.core.errors import IntegrityError
 from megatron_forest_trainer.core.selection import Selection
+from megatron_forest_trainer.durable import write_whole
+from megatron_forest_trainer.finalize import is_harmless
 
 
 class UnfinishedRollout(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,10 +64,18 @@ async def restore_attempt(
 ) -> AttemptOpened:
     """A new attempt with the calls of the snapshot; later calls of the old one are deleted.
 
-    Raises `SnapshotRefused` for another forest mode, `ControlError` where the server refuses (the
+    Raises `SnapshotRefused` for another forest mode or a capture that had failed before the
+    snapshot, `ControlError` where the server refuses (the
     attempt was restored or deleted already), `TransportFailure`.
     """
     receipt = snapshot.receipt
+    unharmed = {call.call_id for call in receipt.calls}
+    harmful = [f for f in receipt.failures if not is_harmless(f, unharmed)]
+    if harmful:
+        raise SnapshotRefused(
+            f"rollout {receipt.rollout_id}: call {harmful[0].call_id} had failed "
+            f"({harmful[0].reason}), which masks the rollout; run it again instead"
+        )
     check_mode(
         f"rollout {receipt.rollout_id}",
         saved_forest=snapshot.forest_training,

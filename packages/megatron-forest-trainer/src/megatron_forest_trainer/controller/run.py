@@ -123,15 +123,19 @@ async def _lead(setup: Setup) -> None:
 
 async def _shake_hands(config: Config, client: ControlClient) -> str:
     """Check the server; returns the served model's name."""
-    found = await client.handshake()
     tokenizer = config.policy.tokenizer.name
+    try:
+        digests = model_digests(
+            Path(required(config.policy.model_name)),
+            tokenizer=Path(tokenizer) if tokenizer else None,
+        )
+    except FileNotFoundError as error:
+        raise SetupError(f"policy.model_name or policy.tokenizer.name: {error}") from error
+    found = await client.handshake()
     handshakes.check(
         found,
         handshakes.Expectation(
-            digests=model_digests(
-                Path(required(config.policy.model_name)),
-                tokenizer=Path(tokenizer) if tokenizer else None,
-            ),
+            digests=digests,
             max_row_tokens=config.policy.max_total_sequence_length,
             features=NEEDED_FEATURES,
         ),

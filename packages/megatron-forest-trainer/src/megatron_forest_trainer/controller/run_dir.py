@@ -13,7 +13,6 @@ restarts; files appear whole (written aside and renamed) or not at all.
 | `checkpoints/step-10/` | training checkpoints |
 """
 
-import os
 import re
 import secrets
 import shutil
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_forest_trainer.durable import write_whole
 from megatron_forest_trainer.logging_.records import RECORDS_FILE
 
 _VERSION = re.compile(r"step-(\d+)")
@@ -123,19 +123,3 @@ def steps_in(folder: Path) -> list[int]:
         return []
     steps = (version_step(path.name) for path in folder.iterdir() if path.is_dir())
     return sorted(step for step in steps if step is not None)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that appears complete and synced, or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

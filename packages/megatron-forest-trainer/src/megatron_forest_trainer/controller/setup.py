@@ -29,12 +29,13 @@ from megatron_forest_trainer.controller.recovery import (
     recover,
 )
 from megatron_forest_trainer.controller.rollouts import GroupRunner, RolloutSettings
-from megatron_forest_trainer.controller.run_dir import RunDirectory, write_whole
+from megatron_forest_trainer.controller.run_dir import RunDirectory
 from megatron_forest_trainer.controller.step import batch_shape
 from megatron_forest_trainer.controller.tasks import TaskStream, load_tasks
 from megatron_forest_trainer.controller.worker import LearnerThread
 from megatron_forest_trainer.core.plan import BatchShape
 from megatron_forest_trainer.core.selection import SelectionPolicy
+from megatron_forest_trainer.durable import write_whole
 from megatron_forest_trainer.logging_.progress import Reporter
 from megatron_forest_trainer.logging_.records import (
     JsonLinesWriter,

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_forest_trainer.durable import write_whole
+
 Value = int | float | str | None
 StepRecord = Mapping[str, Value]
 """Metric names of the docs' metric reference, and `step`, `time` and `weight_version`."""
@@ -43,9 +45,7 @@ class JsonLinesWriter:
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / RECORDS_FILE
         kept = [r for r in read_records(directory) if int(r["step"] or 0) < first_step]
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text("".join(map(_line, kept)), encoding="utf-8")
-        temporary.replace(self._path)
+        write_whole(self._path, "".join(map(_line, kept)).encode())
         self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, record: StepRecord) -> None:

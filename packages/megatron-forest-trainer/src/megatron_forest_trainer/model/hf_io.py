@@ -7,7 +7,6 @@ weights.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from megatron_forest_trainer.durable import publish_folder
 from megatron_forest_trainer.model import weight_map
 from megatron_forest_trainer.model.hf_config import ModelShape
 from megatron_forest_trainer.model.transformer import padded_vocab_size
@@ -125,9 +125,7 @@ def export_weights(
         files = {name: file for part in gathered if part for name, file in part.items()}
         _write_index(partial, files)
         _copy_other_files(source, partial)
-        _sync_directory(partial)
-        partial.rename(target)
-        _sync_directory(target.parent)
+        publish_folder(partial, target)
     dist.barrier()
 
 
@@ -183,8 +181,6 @@ def _write_shard(
         directory / file,
         metadata={"format": "pt"},
     )
-    with (directory / file).open("rb") as handle:
-        os.fsync(handle.fileno())
     written |= dict.fromkeys(tensors, file)
 
 
@@ -201,11 +197,3 @@ def _copy_other_files(source: Path, target: Path) -> None:
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES):
             shutil.copyfile(path, target / path.name)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

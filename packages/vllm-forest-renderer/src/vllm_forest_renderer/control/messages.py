@@ -73,5 +73,5 @@ async def read_body(request: Request, kind: type[T], *, default: T | None = None
         return default
     try:
         return msgspec.json.decode(bytes(data), type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ForestError(Reason.MALFORMED_REQUEST, f"body: {error}", param="body") from error

@@ -51,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.buffer.write(as_json(report) + b"\n")
     else:
         print(as_text(report))
+    if all(rule.outcome == UNAVAILABLE for rule in report.rules):
+        print(f"forest-qualify: {options.model}: no conversation can be rendered", file=sys.stderr)
+        return 2
     return 0 if report.exact else 1
 
 

@@ -77,7 +77,7 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
             )
     try:
         body = msgspec.json.decode(bytes(data))
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ForestError(Reason.MALFORMED_REQUEST, f"body: {error}", param="body") from error
     if not isinstance(body, dict):
         raise ForestError(Reason.MALFORMED_REQUEST, "body: must be a JSON object", param="body")
