@@ -108,7 +108,7 @@ def test_three_calls_become_one_row_with_each_span_once(episode: Episode) -> Non
     receipt = episode.server.close(episode.attempt)
     assert [call.call_id for call in receipt.calls] == [call.call_id for call in calls]
     assert [call.parent_call_id for call in calls] == [None, *(c.call_id for c in calls[:2])]
-    tokens = episode.history(calls[-1])
+    tokens = episode.history(receipt.calls[-1])
     for call, script in zip(calls, scripts, strict=True):
         size = len(script)
         found = [at for at in range(len(tokens)) if tokens[at : at + size] == script]
@@ -122,7 +122,7 @@ def test_three_calls_become_one_row_with_each_span_once(episode: Episode) -> Non
 
 @pytest.mark.requirement("A22")
 def test_a_rewritten_context_is_rendered_by_itself(episode: Episode) -> None:
-    script = [*episode.spell("hello there"), *episode.ids(END)]
+    script = think(episode, "so", episode.spell("hello there"))
     message, first = episode.chat([ASK], script)
     _, second = episode.chat([ASK, message, NEXT], script)
     assert second.parent_call_id == first.call_id
@@ -145,8 +145,8 @@ def test_a_rewritten_context_is_rendered_by_itself(episode: Episode) -> None:
 def test_a_candidate_without_a_provable_boundary_is_committed_as_a_root(
     episode: Episode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chat = episode.server.app.state.openai_serving_chat
-    monkeypatch.setattr(chat, "trust_request_chat_template", True)
+    renderer = episode.server.app.state.openai_serving_chat.online_renderer
+    monkeypatch.setattr(renderer, "trust_request_chat_template", True)
     # This template shows no assistant turn, so nothing tells where the captured one ends.
     template = (
         "{% for message in messages if message.role == 'user' %}"
