@@ -152,9 +152,9 @@ def test_a_candidate_without_a_provable_boundary_is_committed_as_a_root(
         "{% for message in messages if message.role == 'user' %}"
         "{{ message.content }}<|im_end|>{% endfor %}"
     )
-    options = {"extra_body": {"chat_template": template}}
-    message, first = episode.chat([ASK], plain(episode, "Paris"), **options)
-    _, second = episode.chat([ASK, message, NEXT], **options)
+    own = {"chat_template": template}
+    message, first = episode.chat([ASK], plain(episode, "Paris"), extra_body=own)
+    _, second = episode.chat([ASK, message, NEXT], extra_body=own)
     # The history and the options are those of the first call, which makes it the candidate.
     assert second.replay.render_option_digest == first.replay.render_option_digest
     assert (second.parent_call_id, second.root_reason) == (None, "boundary_not_provable")
