@@ -285,7 +285,7 @@ def test_call_that_finishes_after_the_close_stays_isolated(episode: Episode) -> 
     server = episode.server
     url = f"{server.base_url(episode.attempt)}/chat/completions"
     answers: list[httpx.Response] = []
-    body = {"model": "tiny", "messages": [ASK], "max_tokens": 600, "ignore_eos": True}
+    body = {"model": "tiny", "messages": [ASK], "max_tokens": 200, "ignore_eos": True}
     late = threading.Thread(target=lambda: answers.append(httpx.post(url, json=body, timeout=120)))
     late.start()
     wait_until(lambda: len(server.receipt(episode.attempt).pending) == 1)

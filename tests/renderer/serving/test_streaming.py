@@ -113,7 +113,7 @@ def test_tokens_flow_before_the_end_is_captured(episode: Episode) -> None:
     stream = episode.client.chat.completions.create(
         model="tiny",
         messages=[ASK],
-        max_tokens=400,
+        max_tokens=100,
         stream=True,
         extra_body={"ignore_eos": True},
     )
@@ -247,12 +247,12 @@ def test_aborted_generation_is_no_parent(episode: Episode) -> None:
 def test_buffered_stream_keeps_the_connection_alive(episode: Episode) -> None:
     server = episode.server
     route = server.app.state.forest.responses
-    before, route._keep_alive_s = route._keep_alive_s, 0.05
+    before, route._keep_alive_s = route._keep_alive_s, 0.01
     try:
         body = {
             "model": "tiny",
             "input": "hi",
-            "max_output_tokens": 1500,
+            "max_output_tokens": 100,
             "stream": True,
             "ignore_eos": True,
         }

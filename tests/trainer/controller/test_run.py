@@ -194,3 +194,27 @@ def test_rank_0_tells_the_others_why_it_stops() -> None:
         "stopped",
         "rank 0 stopped the run: the budget is spent",
     ]
+
+
+@pytest.mark.requirement("K10", "K13")
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("policy.model_name=/nope", r"policy\.model_name.*/nope has no config\.json"),
+        ("server.url=http://127.0.0.1:9", r"server\.url http://127\.0\.0\.1:9: no answer"),
+        ("server.control_token_file=config.yaml", r"server\.control_token_file: .* holds no token"),
+        ("server.control_token_file=wrong", r"server\.control_token_file.*401"),
+        ("server.control_token_file=absent", r"server\.control_token_file: .*absent"),
+        ("logger.log_dir=config.yaml", r"logger\.log_dir: cannot be written"),
+        ("data.train.data_path=config.yaml", r"data\.train\.data_path: .*:1: not JSON"),
+    ],
+)
+def test_what_cannot_be_reached_is_named_by_its_key(
+    server: ScriptedServer, model: Path, tmp_path: Path, override: str, told: str
+) -> None:
+    path = config_of(server, model, tmp_path)
+    (tmp_path / "wrong").write_text("wrong-token")
+    for name in ("config.yaml", "wrong", "absent"):
+        override = override.replace(f"={name}", f"={tmp_path / name}")
+    with pytest.raises(RunFailed, match=told):
+        run_grpo(load_config(path, [override], for_training=True))

@@ -68,7 +68,10 @@ def load_config(
     `for_training` also requires what a run cannot do without (model, server, harness, tasks).
     Raises `ConfigError`.
     """
-    text = Path(path).read_text(encoding="utf-8") if path is not None else ""
+    try:
+        text = Path(path).read_text(encoding="utf-8") if path is not None else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([Problem(str(path), f"not readable as UTF-8 text: {error}")]) from error
     return parse_config(text, overrides, for_training=for_training, source=str(path or "<none>"))
 
 

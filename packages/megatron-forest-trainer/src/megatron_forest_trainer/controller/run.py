@@ -131,7 +131,13 @@ async def _shake_hands(config: Config, client: ControlClient) -> str:
         )
     except FileNotFoundError as error:
         raise SetupError(f"policy.model_name or policy.tokenizer.name: {error}") from error
-    found = await client.handshake()
+    try:
+        found = await client.handshake()
+    except TransportFailure as error:
+        raise SetupError(f"server.url {config.server.url}: no answer: {error}") from error
+    except ControlError as error:
+        keys = "server.control_token_file, server.api_key" if error.status == 401 else "server.url"
+        raise SetupError(f"{keys}: {error}") from error
     handshakes.check(
         found,
         handshakes.Expectation(

@@ -91,7 +91,10 @@ def set_up(config: Config) -> Setup:
     shape = _shape(config)
     checkpointing = config.checkpointing
     resumes = checkpointing.enabled and checkpointing.resume
-    run = RunDirectory.open(Path(config.logger.log_dir), resume=resumes)
+    try:
+        run = RunDirectory.open(Path(config.logger.log_dir), resume=resumes)
+    except OSError as error:
+        raise SetupError(f"logger.log_dir: cannot be written: {error}") from error
     checkpoints = None
     if checkpointing.enabled:
         folder = Path(checkpointing.checkpoint_dir or run.root / "checkpoints")
@@ -215,10 +218,13 @@ def control_token(config: Config) -> str:
     path = Path(required(config.server.control_token_file))
     try:
         token = path.read_text(encoding="utf-8").strip()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise SetupError(f"server.control_token_file: {error}") from error
-    if not token:
-        raise SetupError(f"server.control_token_file: {path} is empty")
+    if not (token.isascii() and token.isprintable() and token and " " not in token):
+        raise SetupError(
+            f"server.control_token_file: {path} holds no token, which is one word of visible "
+            "ASCII characters"
+        )
     return token
 
 

@@ -69,8 +69,12 @@ def load_tasks(path: Path) -> list[dict[str, Any]]:
         try:
             value = json.loads(line)
         except ValueError as error:
-            raise TaskSourceError(f"{path}:{number}: not JSON: {error}") from error
+            raise TaskSourceError(
+                f"data.train.data_path: {path}:{number}: not JSON: {error}"
+            ) from error
         if not isinstance(value, dict):
-            raise TaskSourceError(f"{path}:{number}: {value!r:.80} is not a JSON object")
+            raise TaskSourceError(
+                f"data.train.data_path: {path}:{number}: {value!r:.80} is not a JSON object"
+            )
         tasks.append(value)
     return tasks
