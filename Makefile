@@ -1,7 +1,8 @@
 # One virtual environment that holds both sides. `make demo` and `make test` set up all they need.
 PYTHON ?= python3.11
 VENV   ?= .venv
-OUT    ?= out/demo
+STAMP  := $(shell date +%Y%m%d-%H%M%S)
+OUT    ?= out/$@-$(STAMP)
 OLDEST_VLLM := 0.30.0
 BIN    := $(VENV)/bin
 

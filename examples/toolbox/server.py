@@ -71,7 +71,7 @@ def serving(model: Path, out: Path, console: Console) -> Iterator[Server]:
         **os.environ,
         "VLLM_PLUGINS": "forest_renderer,forest_endpoints",
         "FOREST_CONTROL_TOKEN": token,
-        # One small process on the CPU: no worker processes, no compiler, no hub.
+        # Small on the CPU: one engine process without workers, no compiler, no hub.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": "1",
