@@ -115,3 +115,8 @@ class Episode:
         """Text of `tail`."""
         text: str = self.tokenizer.decode(self.tail(parent))
         return text
+
+
+def think(episode: Episode, reasoning: str, answer: list[int]) -> list[int]:
+    """A scripted turn with exposed reasoning."""
+    return [*episode.ids(f"<think>\n{reasoning}\n</think>\n\n"), *answer, *episode.ids(END)]
