@@ -14,6 +14,7 @@ import msgspec
 import torch.distributed as dist
 
 from megatron_forest_trainer.core.plan import StepPlan
+from megatron_forest_trainer.model.parallel import shutdown
 
 _LONGEST_WAIT = timedelta(days=30)
 
@@ -89,6 +90,15 @@ class Channel:
         answers: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
         dist.gather_object(answer, answers, dst=0, group=self._group)
         return answers
+
+    def leave(self) -> None:
+        """Collective, at the orderly end: destroy the process groups once every rank is here.
+
+        A process that exits with live groups, or whose peer did, can abort in gloo's threads.
+        """
+        if self.world_size > 1:
+            dist.barrier(group=self._group)
+        shutdown()
 
 
 class Stopped(RuntimeError):

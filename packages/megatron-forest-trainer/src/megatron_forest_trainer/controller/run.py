@@ -82,6 +82,7 @@ def run_grpo(config: Config) -> None:
         else:
             worker, channel = _make_worker(config)
             serve(channel, worker.execute)
+            channel.leave()
     except _EXPECTED as error:
         raise RunFailed(str(error)) from error
 

@@ -97,7 +97,7 @@ class LearnerThread:
             channel = self._channel
             # A rank that is gone cannot listen, and must not hide the error that ends the run.
             with contextlib.suppress(RuntimeError):
-                await self._run(lambda: channel.send(Stop(error=error)))
+                await self._run(lambda: _end(channel, error))
         self._executor.shutdown(wait=not self._broken)
 
     async def _command(self, command: Command) -> Any:
@@ -123,3 +123,9 @@ class LearnerThread:
             # The ranks are inside the command together: it ends before anything else happens.
             await asyncio.wait([future])
             raise
+
+
+def _end(channel: Channel, error: str | None) -> None:
+    channel.send(Stop(error=error))
+    if error is None:
+        channel.leave()
