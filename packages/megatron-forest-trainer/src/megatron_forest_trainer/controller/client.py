@@ -32,6 +32,9 @@ from forest_schema.version import check_message_version
 
 _T = TypeVar("_T")
 
+_ANY_TRANSPORT = (httpx.TransportError,)
+"""Errors after which a request that changes nothing when repeated is sent again."""
+
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 """Transport errors after which the server certainly has not seen the request."""
 
@@ -103,15 +106,16 @@ class ControlClient:
 
     async def handshake(self) -> Handshake:
         """What the server captures and serves. Raises `SchemaError` for another version."""
-        return await self._repeatable("GET", "/handshake", Handshake)
+        return await self._send(_ANY_TRANSPORT, "GET", "/handshake", Handshake)
 
     async def open_attempt(self, request: OpenAttempt) -> AttemptOpened:
         """A new attempt; sent once unless it certainly did not arrive."""
-        return await self._once("POST", "/attempts", AttemptOpened, body=request)
+        return await self._send(_NOT_SENT, "POST", "/attempts", AttemptOpened, body=request)
 
     async def close_attempt(self, attempt_id: str, *, wait_s: float) -> Receipt:
         """Close admissions, wait up to `wait_s` for admitted calls, return the receipt."""
-        return await self._repeatable(
+        return await self._send(
+            _ANY_TRANSPORT,
             "POST",
             f"/attempts/{attempt_id}/close",
             Receipt,
@@ -121,7 +125,7 @@ class ControlClient:
 
     async def receipt(self, attempt_id: str) -> Receipt:
         """The attempt's receipt as it stands."""
-        return await self._repeatable("GET", f"/attempts/{attempt_id}/receipt", Receipt)
+        return await self._send(_ANY_TRANSPORT, "GET", f"/attempts/{attempt_id}/receipt", Receipt)
 
     async def restore_attempt(self, attempt_id: str, request: RestoreAttempt) -> AttemptOpened:
         """A new attempt that goes on with calls of an old one, which admits nothing any more.
@@ -129,34 +133,40 @@ class ControlClient:
         Sent once unless it certainly did not arrive; where it had arrived before, the refusal
         (`attempt_closed`) names the attempt that took over.
         """
-        return await self._once(
-            "POST", f"/attempts/{attempt_id}/restore", AttemptOpened, body=request
+        return await self._send(
+            _NOT_SENT, "POST", f"/attempts/{attempt_id}/restore", AttemptOpened, body=request
         )
 
     async def delete_attempt(self, attempt_id: str) -> CleanupReport:
         """Drop the attempt's records and shard references; pending calls are kept."""
-        return await self._repeatable("DELETE", f"/attempts/{attempt_id}", CleanupReport)
+        return await self._send(_ANY_TRANSPORT, "DELETE", f"/attempts/{attempt_id}", CleanupReport)
 
     async def delete_partition(self, partition: str) -> CleanupReport:
         """Remove the partition's folder and records, late writes included."""
-        return await self._repeatable("DELETE", f"/partitions/{partition}", CleanupReport)
+        return await self._send(_ANY_TRANSPORT, "DELETE", f"/partitions/{partition}", CleanupReport)
 
     async def pause(self) -> EngineState:
         """Hold generation, requests in flight included."""
-        return await self._once("POST", "/pause", EngineState)
+        return await self._send(_NOT_SENT, "POST", "/pause", EngineState)
 
     async def resume(self) -> EngineState:
         """Go on generating."""
-        return await self._once("POST", "/resume", EngineState)
+        return await self._send(_NOT_SENT, "POST", "/resume", EngineState)
 
     async def update_weights(self, request: WeightUpdate) -> EngineState:
         """Load a checkpoint directory into the running engine under a new version name."""
-        return await self._once(
-            "POST", "/weights", EngineState, body=request, timeout_s=self._weights_timeout_s
+        return await self._send(
+            _NOT_SENT,
+            "POST",
+            "/weights",
+            EngineState,
+            body=request,
+            timeout_s=self._weights_timeout_s,
         )
 
-    async def _repeatable(
+    async def _send(
         self,
+        retried: tuple[type[BaseException], ...],
         method: str,
         path: str,
         kind: type[_T],
@@ -164,24 +174,10 @@ class ControlClient:
         body: msgspec.Struct | None = None,
         timeout_s: float | None = None,
     ) -> _T:
+        """The answer; tried again after the errors `retried` and where the store is unavailable."""
         return await self._retrying(
             lambda: self._request(method, path, kind, body, timeout_s),
-            retry_if=lambda error: isinstance(error, httpx.TransportError) or _unavailable(error),
-            what=f"{method} {path}",
-        )
-
-    async def _once(
-        self,
-        method: str,
-        path: str,
-        kind: type[_T],
-        *,
-        body: msgspec.Struct | None = None,
-        timeout_s: float | None = None,
-    ) -> _T:
-        return await self._retrying(
-            lambda: self._request(method, path, kind, body, timeout_s),
-            retry_if=lambda error: isinstance(error, _NOT_SENT) or _unavailable(error),
+            retry_if=lambda error: isinstance(error, retried) or _unavailable(error),
             what=f"{method} {path}",
         )
 
