@@ -115,7 +115,7 @@ def test_required_values_are_compared_with_their_type() -> None:
 def test_every_problem_is_reported_at_once() -> None:
     found = problems(
         """
-        grpo: {masked_reward_policy: maybe, num_prompts_per_step: 0, overlong: true}
+        grpo: {masked_reward_policy: maybe, num_prompts_per_step: 0, overlong: true, seed: -1}
         loss_fn: {ratio_clip_c: 1}
         policy: {model_nam: x, precision: 16}
         speed: fast
@@ -125,6 +125,7 @@ def test_every_problem_is_reported_at_once() -> None:
         "grpo.masked_reward_policy": "must be include | exclude, got maybe",
         "grpo.num_prompts_per_step": "must be an integer at least 1, got 0",
         "grpo.overlong": "unknown key; did you mean grpo.overlong_filtering?",
+        "grpo.seed": "must be an integer at least 0 and at most 2147483647, got -1",
         "loss_fn.ratio_clip_c": "must be a number above 1 or null, got 1",
         "policy.model_nam": "unknown key; did you mean policy.model_name?",
         "policy.precision": "must be float32 | bfloat16, got 16",

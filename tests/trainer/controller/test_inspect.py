@@ -94,6 +94,7 @@ def test_a_step_a_file_and_a_bare_receipt_can_be_named(run_dir: Path, tmp_path: 
         (["missing"], "does not exist"),
         ([".", "--step", "7"], "no rollout matches"),
         (["empty"], "holds no rollouts"),
+        (["rollouts/step000001/decisions.json"], "give its folder rollouts/step000001"),
     ],
 )
 def test_what_cannot_be_shown_is_said(

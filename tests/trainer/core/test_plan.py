@@ -63,7 +63,7 @@ def test_a_plan_runs_every_row_once_on_equally_many_microbatches(
         assert all(microbatch for rank in schedule for microbatch in rank)
     for rank in range(shape.data_parallel):
         on_rank = {index for microbatch in plan.logprob[rank] for index in microbatch}
-        assert on_rank == set(plan.rank_rows(rank))
+        assert on_rank == {index for microbatch in plan.train[rank] for index in microbatch}
     if isinstance(shape, FixedShape):
         assert {len(m) for rank in plan.train for m in rank} == {shape.train_micro_batch}
         assert {len(m) for rank in plan.logprob for m in rank} == {shape.logprob_micro_batch}

@@ -16,7 +16,8 @@ import msgspec
 import yaml
 
 from megatron_forest_trainer.config import checks
-from megatron_forest_trainer.config.schema import Config, Section
+from megatron_forest_trainer.config.schema import Config
+from megatron_forest_trainer.config.section import Section
 
 S = TypeVar("S", bound=Section)
 
@@ -229,7 +230,7 @@ def describe(kind: Any) -> str:
     if hasattr(kind, "__metadata__"):
         limits = kind.__metadata__[0]
         words = [
-            f"{word} {getattr(limits, name):g}"
+            f"{word} {getattr(limits, name):.10g}"
             for name, word in (
                 ("ge", "at least"),
                 ("gt", "above"),

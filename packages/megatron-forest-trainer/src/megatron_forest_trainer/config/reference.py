@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from megatron_forest_trainer.config import checks, schema
+from megatron_forest_trainer.config import checks, policy_schema, schema
 from megatron_forest_trainer.config.load import describe
-from megatron_forest_trainer.config.schema import Config, Section
+from megatron_forest_trainer.config.schema import Config
+from megatron_forest_trainer.config.section import Section
 
 _HEAD = """\
 # Configuration
@@ -58,7 +59,8 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
 def _docstrings() -> dict[str, dict[str, str]]:
     """Class -> field -> the string below it, on one line; inherited fields included."""
     found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
+    source = inspect.getsource(policy_schema) + inspect.getsource(schema)
+    for node in ast.parse(source).body:
         if not isinstance(node, ast.ClassDef):
             continue
         texts: dict[str, str] = {}

@@ -70,7 +70,7 @@ class PackedShape(msgspec.Struct, frozen=True, kw_only=True, tag="packed"):
 
     @property
     def row_multiple(self) -> int:
-        """The step's rows come in multiples of this."""
+        """Rows per prompt group come in multiples of this."""
         return self.data_parallel
 
 
@@ -92,10 +92,6 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     def mode(self) -> Literal["fixed", "packed"]:
         """How microbatches are formed."""
         return "fixed" if isinstance(self.shape, FixedShape) else "packed"
-
-    def rank_rows(self, rank: int) -> tuple[int, ...]:
-        """Indices of the rows of data-parallel rank `rank`, in execution order."""
-        return tuple(index for microbatch in self.train[rank] for index in microbatch)
 
     def encode(self) -> bytes:
         """MessagePack bytes for the broadcast."""

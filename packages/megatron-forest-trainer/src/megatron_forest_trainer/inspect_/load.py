@@ -10,6 +10,7 @@ import msgspec
 from forest_schema import CallRecord, Reason, Receipt, SchemaError, decode_receipt
 
 from megatron_forest_trainer.controller.archive import (
+    DECISIONS_FILE,
     ROLLOUT_SUFFIX,
     RolloutSnapshot,
     StepDecisions,
@@ -175,6 +176,8 @@ def report_receipt(receipt: Receipt) -> RolloutReport:
 
 
 def _files(path: Path) -> list[Path]:
+    if path.name == DECISIONS_FILE:
+        raise InspectError(f"{path} holds a step's decisions: give its folder {path.parent}")
     if path.is_file():
         return [path]
     if not path.is_dir():
