@@ -2,8 +2,9 @@
 
 Guarantees: a group's task is written down before its first attempt opens, an attempt right after it
 opened; a torn last line is ignored, and gone before the next entry. After a kill the journal and
-the archive together say what was begun and what was finished, so that no prompt is skipped or used
-twice and no attempt is forgotten.
+the archive together say what was begun and what was finished, so that no prompt is used twice and
+no attempt is forgotten. A prompt is skipped in one case: it had replaced a group before the kill,
+and the resumed step needs no replacement.
 """
 
 import os
