@@ -17,13 +17,16 @@ from forest_schema import (
     FailureRecord,
     Receipt,
     ReplaySummary,
+    RouteInfo,
     SamplingRecord,
     TensorRef,
     WeightSpan,
 )
 from forest_schema.digests import EMPTY_CHAIN, chain_digest, delta_digest
 from forest_schema.items import output_evidence
+from forest_schema.routes import ROUTES, route_dtype
 from forest_schema.shards import LOGPROBS, SHARD_SUFFIX, TOKENS, ShardReader, encode_shard
+from forest_schema.version import features_of
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -62,6 +65,8 @@ class Forest:
     partition: str = "run-step0"
     seed: int = 0
     vocab: int = 50_000
+    mixture: tuple[int, int, int] | None = None
+    """(layers, experts per token, experts) of the model whose routes are captured."""
     calls: list[CallRecord] = field(default_factory=list)
     deltas: dict[str, dict[str, NDArray[Any]]] = field(default_factory=dict)
     outputs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -88,8 +93,12 @@ class Forest:
         tokens: Sequence[int] | None = None,
         logprobs: Sequence[float] | None = None,
         call_id: str | None = None,
+        routed: bool = True,
     ) -> CallRecord:
-        """Capture one call: `prompt` new prompt tokens and `generated` generated ones."""
+        """Capture one call: `prompt` new prompt tokens and `generated` generated ones.
+
+        `routed` captures its routes too, where the forest has a `mixture`.
+        """
         order = len(self.calls)
         call_id = call_id or f"{self.attempt_id}-c{order}"
         if tokens is None:
@@ -104,8 +113,12 @@ class Forest:
             text = f"answer {order}" if text is None else text
             output = [{"role": "assistant", "content": text}]
         prev_len = 0 if parent is None else parent.cum_len
+        routes = None
+        if self.mixture is not None and routed:
+            routes, delta[ROUTES] = self._routes(prev_len, prev_len + len(delta[TOKENS]))
         parent_chain = EMPTY_CHAIN if parent is None else parent.chain_digest
         record = CallRecord(
+            required_features=features_of(delta),
             attempt_id=self.attempt_id,
             call_id=call_id,
             capture_key=self.attempt_id,
@@ -137,6 +150,7 @@ class Forest:
             output=output_evidence(f"{self.attempt_id}-resp{order}", output, api=api),
             sampling=sampling or SamplingRecord(temperature=1.0),
             weight_spans=(WeightSpan(version="w0", start=0, end=len(delta[LOGPROBS])),),
+            routes=routes,
             started_at=float(order),
             committed_at=order + 0.5,
         )
@@ -144,6 +158,16 @@ class Forest:
         self.deltas[call_id] = delta
         self.outputs[call_id] = [dict(item) for item in output]
         return record
+
+    def _routes(self, prev_len: int, cum_len: int) -> tuple[RouteInfo, NDArray[Any]]:
+        assert self.mixture is not None
+        layers, top_k, experts = self.mixture
+        first = max(prev_len - 1, 0)
+        rows = cum_len - 1 - first
+        scores = self._random.random((rows, layers, experts))
+        routes = np.argsort(scores)[..., :top_k].astype(route_dtype(experts))
+        info = RouteInfo(first=first, rows=rows, layers=layers, top_k=top_k, experts=experts)
+        return info, routes
 
     def response(self, record: CallRecord, *, with_id: bool = True) -> dict[str, Any]:
         """The response object that the client got for `record`."""

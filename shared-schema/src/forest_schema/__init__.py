@@ -19,6 +19,7 @@ from forest_schema.records import (
     decode_call,
     decode_receipt,
 )
+from forest_schema.routes import RouteInfo
 from forest_schema.version import CAPTURE_SCHEMA, SNAPSHOT_SCHEMA, SchemaError
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "Reason",
     "Receipt",
     "ReplaySummary",
+    "RouteInfo",
     "SamplingRecord",
     "SchemaError",
     "TensorRef",

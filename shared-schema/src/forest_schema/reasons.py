@@ -57,6 +57,7 @@ class Reason(StrEnum):
     ENGINE_ERROR = "engine_error"
     ENGINE_OUTPUT_WITHOUT_TOKENS = "engine_output_without_tokens"
     INVALID_LOGPROB = "invalid_logprob"
+    INVALID_ROUTES = "invalid_routes"
     STAGING_FAILED = "staging_failed"
     PROCESS_LOST = "process_lost"
 
@@ -67,6 +68,7 @@ class Reason(StrEnum):
     SELECTION_NOT_CLOSED = "selection_not_closed"
     MEDIA_AUTHENTICATION_FAILED = "media_authentication_failed"
     UNREPRODUCIBLE_CALL = "unreproducible_call"
+    MISSING_ROUTES = "missing_routes"
     FOREST_TRAINING_OFF = "forest_training_off"
     EVIDENCE_ERROR = "evidence_error"
 
@@ -122,6 +124,7 @@ def _effects() -> dict[Reason, Effect]:
             Reason.ENGINE_ERROR,
             Reason.ENGINE_OUTPUT_WITHOUT_TOKENS,
             Reason.INVALID_LOGPROB,
+            Reason.INVALID_ROUTES,
             Reason.STAGING_FAILED,
             Reason.PROCESS_LOST,
         ),
@@ -132,6 +135,7 @@ def _effects() -> dict[Reason, Effect]:
             Reason.SELECTION_NOT_CLOSED,
             Reason.MEDIA_AUTHENTICATION_FAILED,
             Reason.UNREPRODUCIBLE_CALL,
+            Reason.MISSING_ROUTES,
             Reason.FOREST_TRAINING_OFF,
             Reason.EVIDENCE_ERROR,
         ),

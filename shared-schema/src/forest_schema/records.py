@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from forest_schema.routes import RouteInfo
 from forest_schema.version import (
     CAPTURE_SCHEMA,
     DIGEST_VERSION,
@@ -156,6 +157,8 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
     output: OutputEvidence
     sampling: SamplingRecord
     weight_spans: tuple[WeightSpan, ...]
+    routes: RouteInfo | None = None
+    """What the delta's routed experts cover; None where the call has none."""
     cached_prompt_tokens: int | None = None
     """Prompt tokens that the engine took from its prefix cache; None where it does not say."""
     started_at: float
@@ -187,6 +190,8 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.parent_call_id is None and self.prev_len:
             raise ValueError(f"call {self.call_id}: a root cannot inherit {self.prev_len} tokens")
+        if self.routes is not None:
+            self.routes.check(call_id=self.call_id, prev_len=self.prev_len, cum_len=self.cum_len)
 
 
 class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):

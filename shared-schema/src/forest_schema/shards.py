@@ -1,9 +1,10 @@
 """Layout of a shard: one safetensors file with the deltas of several calls.
 
 Guarantees: tensor names are `{key}/{name}`; `tokens` is int32 `[delta_len]`, `logprobs` float32
-`[generated_len]`; the file's metadata carries the schema version, the store, the partition and the
-digest of every delta; a delta is handed out only when its digest matches the address it was asked
-by. A torn, foreign or damaged file raises `ShardError`, it is never read in part.
+`[generated_len]`, optional features bring tensors of their own; the file's metadata carries the
+schema version, the required features, the store, the partition and the digest of every delta; a
+delta is handed out only when its digest matches the address it was asked by. A torn, foreign or
+damaged file raises `ShardError`, it is never read in part.
 """
 
 import json
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from forest_schema.digests import delta_digest
 from forest_schema.reasons import Reason
 from forest_schema.records import TensorRef
-from forest_schema.version import CAPTURE_SCHEMA, REQUIRED_FEATURES, check_version
+from forest_schema.version import CAPTURE_SCHEMA, check_version, features_of
 
 TOKENS = "tokens"
 LOGPROBS = "logprobs"
@@ -111,7 +112,9 @@ def shard_parts(
         digests = {key: delta_digest(delta) for key, delta in deltas.items()}
     metadata = {
         "forest_schema": str(CAPTURE_SCHEMA),
-        "required_features": json.dumps(REQUIRED_FEATURES),
+        "required_features": json.dumps(
+            features_of(name for delta in deltas.values() for name in delta)
+        ),
         "store": store,
         "partition": partition,
         "digests": json.dumps(dict(digests)),

@@ -21,11 +21,21 @@ NORMALIZATION_VERSION = 1
 DIGEST_VERSION = 1
 """Version of the digest formats in `forest_schema.digests`."""
 
-KNOWN_FEATURES = frozenset({"replay_summary", "weight_spans"})
-"""Features that this package understands when a message lists them as required."""
-
 REQUIRED_FEATURES = ("replay_summary", "weight_spans")
 """Features that a reader of this package's own records must know."""
+
+OPTIONAL_FEATURES = ("routes",)
+"""Features that a record or shard requires only where a delta has such tensors: the part of the
+tensor's name before the first dot."""
+
+KNOWN_FEATURES = frozenset((*REQUIRED_FEATURES, *OPTIONAL_FEATURES))
+"""Features that this package understands when a message lists them as required."""
+
+
+def features_of(tensors: Iterable[str]) -> tuple[str, ...]:
+    """Features that a reader of deltas with tensors of these names must know."""
+    kinds = {name.partition(".")[0] for name in tensors}
+    return (*REQUIRED_FEATURES, *(name for name in OPTIONAL_FEATURES if name in kinds))
 
 
 class SchemaError(ValueError):
