@@ -4,6 +4,7 @@ Guarantees: this package imports neither torch nor vLLM nor Megatron, does no ne
 the only place where a format that crosses between the two sides is defined.
 """
 
+from forest_schema.media import MediaOccurrence
 from forest_schema.reasons import EFFECTS, Effect, Reason
 from forest_schema.records import (
     CallRecord,
@@ -30,6 +31,7 @@ __all__ = [
     "CaptureState",
     "CompletionStatus",
     "Effect",
+    "MediaOccurrence",
     "FailureRecord",
     "OutputEvidence",
     "Reason",

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from forest_schema.media import MediaOccurrence
 from forest_schema.routes import RouteInfo
 from forest_schema.version import (
     CAPTURE_SCHEMA,
@@ -149,6 +150,11 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
     chain_digest: str
     """`digests.chain_digest` over the whole history up to `cum_len`."""
     delta: TensorRef
+    media: tuple[MediaOccurrence, ...] = ()
+    """Occurrences that this call's prompt added, in prompt order, between `prev_len` and
+    `prompt_len`."""
+    media_digest: str | None = None
+    """`media.media_digest` over `media`; None without media."""
 
     status: CompletionStatus
     finish_reason: str | None

@@ -24,7 +24,7 @@ DIGEST_VERSION = 1
 REQUIRED_FEATURES = ("replay_summary", "weight_spans")
 """Features that a reader of this package's own records must know."""
 
-OPTIONAL_FEATURES = ("routes",)
+OPTIONAL_FEATURES = ("media", "routes")
 """Features that a record or shard requires only where a delta has such tensors: the part of the
 tensor's name before the first dot."""
 
