@@ -63,6 +63,14 @@ def server_arguments(model: Path, port: int, *extra: str) -> list[str]:
     ]  # fmt: skip
 
 
+def returns_routes_on_cpu() -> bool:
+    """Whether this vLLM's CPU engine can return routed experts; from 0.31 on it needs a GPU."""
+    prepare_environment()
+    from vllm.config import ModelConfig
+
+    return hasattr(ModelConfig, "enable_return_routed_experts")
+
+
 def free_port() -> int:
     """A port that nothing uses."""
     with socket.socket() as probe:
@@ -228,5 +236,5 @@ def wait_until(condition: Any, timeout: float = 60.0) -> None:
 
 __all__: Sequence[str] = (
     "CONTROL_TOKEN", "PLUGINS", "EngineServer", "free_port", "prepare_environment",
-    "server_arguments", "wait_until", "worker_prompts",
+    "returns_routes_on_cpu", "server_arguments", "wait_until", "worker_prompts",
 )  # fmt: skip

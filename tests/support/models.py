@@ -79,8 +79,26 @@ def qwen3_config(**changes: Any) -> dict[str, Any]:
     }
 
 
+def qwen3_moe_config(**changes: Any) -> dict[str, Any]:
+    """config.json of a two-layer Qwen3 mixture of eight experts, two of them per token."""
+    return qwen3_config(
+        **{
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "router_aux_loss_coef": 0.001,
+            **changes,
+        }
+    )
+
+
 def qwen3_weights(config: dict[str, Any], *, seed: int) -> dict[str, NDArray[np.float32]]:
-    """Random weights of a Qwen3 model by their Hugging Face names."""
+    """Random weights of a Qwen3 model, dense or mixture, by their Hugging Face names."""
     rng = np.random.default_rng(seed)
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
@@ -101,21 +119,31 @@ def qwen3_weights(config: dict[str, Any], *, seed: int) -> dict[str, NDArray[np.
             f"{prefix}.self_attn.o_proj.weight": matrix(hidden, queries),
             f"{prefix}.self_attn.q_norm.weight": np.ones(head, np.float32),
             f"{prefix}.self_attn.k_norm.weight": np.ones(head, np.float32),
-            f"{prefix}.mlp.gate_proj.weight": matrix(inner, hidden),
-            f"{prefix}.mlp.up_proj.weight": matrix(inner, hidden),
-            f"{prefix}.mlp.down_proj.weight": matrix(hidden, inner),
             f"{prefix}.input_layernorm.weight": np.ones(hidden, np.float32),
             f"{prefix}.post_attention_layernorm.weight": np.ones(hidden, np.float32),
         }
+        networks = [f"{prefix}.mlp"]
+        if "num_experts" in config:
+            weights[f"{prefix}.mlp.gate.weight"] = matrix(config["num_experts"], hidden)
+            networks = [f"{prefix}.mlp.experts.{n}" for n in range(config["num_experts"])]
+            inner = config["moe_intermediate_size"]
+        for network in networks:
+            weights |= {
+                f"{network}.gate_proj.weight": matrix(inner, hidden),
+                f"{network}.up_proj.weight": matrix(inner, hidden),
+                f"{network}.down_proj.weight": matrix(hidden, inner),
+            }
     if not config["tie_word_embeddings"]:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
     return weights
 
 
-def make_qwen3_model(directory: Path, *, seed: int = 0) -> Path:
+def make_qwen3_model(
+    directory: Path, *, seed: int = 0, config: dict[str, Any] | None = None
+) -> Path:
     """A tiny random Qwen3 model with Qwen3's real tokenizer, template and vocabulary."""
     directory.mkdir(parents=True, exist_ok=True)
-    config = qwen3_config()
+    config = config or qwen3_config()
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     (directory / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [151645, 151643]})

@@ -25,6 +25,7 @@ def output(tokens: list[int], logprobs: Any, **changes: Any) -> Any:
         "finish_reason": None,
         "stop_reason": None,
         "weight_versions": None,
+        "routed_experts": None,
         **changes,
     }
     return SimpleNamespace(

@@ -164,6 +164,23 @@ def check_server(vllm_config: Any) -> None:
         )
 
 
+def route_shape(vllm_config: Any) -> tuple[int, int, int] | None:
+    """(layers, experts per token, experts) of the routed experts that the engine reports.
+
+    None for a server without `--enable-return-routed-experts`.
+    """
+    model_config = vllm_config.model_config
+    # vLLM 0.30 keeps the flag with the model, later versions keep it with auxiliary outputs.
+    holder = getattr(vllm_config, "aux_output_config", model_config)
+    if not getattr(holder, "enable_return_routed_experts", False):
+        return None
+    return (
+        model_config.get_total_num_hidden_layers(),
+        model_config.get_num_experts_per_tok(),
+        model_config.get_num_experts(),
+    )
+
+
 def offline_renderer(model: str, **options: Any) -> Any:
     """The renderer that a server of this model would have, without an engine."""
     config = importlib.import_module("vllm.config")

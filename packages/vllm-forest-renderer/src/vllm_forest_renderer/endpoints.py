@@ -16,6 +16,7 @@ from fastapi import FastAPI
 
 from vllm_forest_renderer import compat
 from vllm_forest_renderer.capture.engine_client import CaptureClient
+from vllm_forest_renderer.capture.routes import RouteShape
 from vllm_forest_renderer.capture.service import CaptureService
 from vllm_forest_renderer.config import ForestConfig, load_config, unknown_variables
 from vllm_forest_renderer.control import ControlServices, control_router, load_token
@@ -102,13 +103,16 @@ class ForestEndpoints:
         config.state_path.mkdir(parents=True, exist_ok=True, mode=0o700)
         sink: DeltaSink = load_extension(DELTA_SINKS, config.delta_sink)(config.store_location)
         ledger = await Ledger.open(config.state_path / "ledger.sqlite", sink)
+        shape = compat.route_shape(vllm_config)
+        routes = RouteShape(*shape) if shape is not None else None
         control = EngineControl(
             engine_client,
+            captures_routes=routes is not None,
             store_id=sink.store_id,
             model=model,
             chat_template=getattr(state.openai_serving_chat, "chat_template", None),
         )
-        service = _service(config, vllm_config, ledger, sink, control)
+        service = _service(config, vllm_config, ledger, sink, control, routes)
         chat = ChatAdapter(
             _capturing(state.openai_serving_chat, engine_client, "parser_cls"),
             default_model=model,
@@ -132,9 +136,10 @@ class ForestEndpoints:
             max_body_bytes=config.max_body_bytes,
         )
         logger.info(
-            "capturing chat completions and responses of %s under /v1/forest/{attempt}: "
-            "ledger %s, store %s (%s)",
+            "capturing chat completions and responses of %s under /v1/forest/{attempt}, %s routed "
+            "experts: ledger %s, store %s (%s)",
             model,
+            "with" if routes is not None else "without",
             config.state_path / "ledger.sqlite",
             config.store_location,
             sink.store_id,
@@ -152,7 +157,12 @@ def _capturing(serving: Any, engine_client: Any, parser_attribute: str) -> Any:
 
 
 def _service(
-    config: ForestConfig, vllm_config: Any, ledger: Ledger, sink: DeltaSink, control: EngineControl
+    config: ForestConfig,
+    vllm_config: Any,
+    ledger: Ledger,
+    sink: DeltaSink,
+    control: EngineControl,
+    routes: RouteShape | None,
 ) -> CaptureService:
     resolver = load_extension(PREFIX_RESOLVERS, config.prefix_resolver)()
     if not isinstance(resolver, PrefixResolver):
@@ -172,6 +182,7 @@ def _service(
         resolver=resolver,
         control=control,
         logprobs_mode=vllm_config.model_config.logprobs_mode,
+        routes=routes,
         server_changes=changing,
         allow_unreproducible=config.allow_unreproducible_sampling,
         hot_prefix_tokens=config.hot_prefix_tokens,

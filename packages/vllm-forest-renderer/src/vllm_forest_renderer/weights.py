@@ -13,6 +13,7 @@ from typing import Any
 from forest_schema.control import EngineState, Handshake, WeightUpdate
 from forest_schema.model_files import model_digests
 from forest_schema.reasons import Reason
+from forest_schema.routes import ROUTES
 
 from vllm_forest_renderer import __version__, compat
 from vllm_forest_renderer.errors import ForestError
@@ -32,7 +33,13 @@ class EngineControl:
     """Control over one vLLM engine client."""
 
     def __init__(
-        self, engine: Any, *, store_id: str, model: str, chat_template: str | None
+        self,
+        engine: Any,
+        *,
+        store_id: str,
+        model: str,
+        chat_template: str | None,
+        captures_routes: bool,
     ) -> None:
         """`model` is the served name; `chat_template` the text of `--chat-template`, if given."""
         self._engine = engine
@@ -42,6 +49,7 @@ class EngineControl:
         self._lock = asyncio.Lock()
         self.labels_tokens = compat.labels_tokens_with_versions()
         """The engine says which weights made each generated token."""
+        self._captures_routes = captures_routes
         self._updatable = not compat.reload_leaves_old_output_layer(engine.vllm_config.model_config)
 
     async def weight_version(self) -> str:
@@ -71,7 +79,11 @@ class EngineControl:
             max_model_len=model_config.max_model_len,
             logprobs_mode=model_config.logprobs_mode,
             weight_version=await self.weight_version(),
-            features=(*FEATURES, WEIGHTS_FEATURE) if self._updatable else FEATURES,
+            features=(
+                *FEATURES,
+                *([WEIGHTS_FEATURE] if self._updatable else ()),
+                *([ROUTES] if self._captures_routes else ()),
+            ),
         )
 
     async def pause(self) -> EngineState:

@@ -2,7 +2,8 @@
 
 Guarantees: outside a captured request everything is passed through untouched. Inside, the call is
 admitted durably before the engine sees it; the engine is asked for the log-probability of every
-sampled token; the outputs reach the caller unchanged. One request makes one generation.
+sampled token, and for the routed experts of the call's own tokens where it reports them; the
+outputs reach the caller unchanged but for these routes. One request makes one generation.
 """
 
 from collections.abc import AsyncGenerator
@@ -11,6 +12,7 @@ from typing import Any
 from forest_schema.reasons import Reason
 
 from vllm_forest_renderer.capture.generation import Generation
+from vllm_forest_renderer.capture.routes import first_row
 from vllm_forest_renderer.context import CURRENT, Call
 from vllm_forest_renderer.errors import ForestError
 
@@ -74,6 +76,7 @@ class CaptureClient:
             sampling_params.logprobs = 0
             if hasattr(sampling_params, "flat_logprobs"):
                 sampling_params.flat_logprobs = True
+        sampling_params.routed_experts_prompt_start = first_row(call)
         await call.admit(call, sampling_params)
 
 

@@ -1,8 +1,8 @@
 """Everything that the engine says about one generation.
 
-Guarantees: tokens and log-probabilities are taken from the engine's own outputs, in order, one
-log-probability per generated token; what is missing or is no log-probability raises
-`CaptureFailed`, it is never filled in.
+Guarantees: tokens, log-probabilities and routed experts are taken from the engine's own outputs, in
+order, one log-probability per generated token; what is missing or is no log-probability raises
+`CaptureFailed`, it is never filled in. Routed experts stay here: they are no part of an answer.
 """
 
 import math
@@ -11,6 +11,7 @@ from typing import Any
 
 from forest_schema.reasons import Reason
 from forest_schema.records import CompletionStatus, WeightSpan
+from numpy.typing import NDArray
 
 from vllm_forest_renderer.errors import ForestError
 
@@ -51,6 +52,8 @@ class Generation:
     cached_prompt_tokens: int | None = None
     reported_spans: list[tuple[str, int, int]] | None = None
     """(version, start, end) as the engine reports them; None where it does not."""
+    routes: NDArray[Any] | None = None
+    """Routed experts `[rows, layers, top_k]` as the engine reports them at the end."""
     finished: bool = False
 
     def add(self, output: Any) -> None:
@@ -63,6 +66,8 @@ class Generation:
         tokens = list(completion.token_ids or ())
         self.logprobs.extend(_sampled_logprobs(tokens, completion.logprobs))
         self.tokens.extend(tokens)
+        if completion.routed_experts is not None:
+            self.routes, completion.routed_experts = completion.routed_experts, None
         if completion.finish_reason is not None:
             self.finish_reason = str(completion.finish_reason)
             self.stop_reason = completion.stop_reason

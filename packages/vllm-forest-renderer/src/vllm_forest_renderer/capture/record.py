@@ -13,7 +13,10 @@ import numpy as np
 from forest_schema.digests import EMPTY_CHAIN, chain_digest
 from forest_schema.items import extend, output_evidence
 from forest_schema.records import CallRecord, ReplaySummary, SamplingRecord, TensorRef, WeightSpan
+from forest_schema.routes import ROUTES, RouteInfo
 from forest_schema.shards import LOGPROBS, TOKENS, Delta
+from forest_schema.version import features_of
+from numpy.typing import NDArray
 
 from vllm_forest_renderer.capture.generation import completion_status
 from vllm_forest_renderer.context import Call
@@ -29,16 +32,17 @@ class Answer:
     finish_reason: str | None
 
 
-def build_delta(call: Call) -> dict[str, Any]:
+def build_delta(call: Call, routes: NDArray[Any] | None = None) -> dict[str, Any]:
     """Tensors of a finished call: `tokens` int32 `[delta_len]`, `logprobs` float32
-    `[generated_len]`.
+    `[generated_len]`, and `routes` where they are captured.
     """
     assert call.generation is not None
     generation = call.generation
-    return {
+    delta = {
         TOKENS: np.array([*call.tail_tokens, *generation.tokens], dtype="<i4"),
         LOGPROBS: np.array(generation.logprobs, dtype="<f4"),
     }
+    return delta if routes is None else delta | {ROUTES: routes}
 
 
 def replay_summary(call: Call, answer: Answer) -> ReplaySummary:
@@ -67,6 +71,7 @@ def build_record(
     sampling: SamplingRecord,
     weight_spans: tuple[WeightSpan, ...],
     committed_at: float,
+    routes: RouteInfo | None = None,
 ) -> CallRecord:
     """The record of a finished call whose delta is stored at `ref`."""
     assert call.generation is not None
@@ -76,6 +81,7 @@ def build_record(
     inherited = parent.chain_digest if parent is not None else EMPTY_CHAIN
     prev_len = parent.cum_len if parent is not None else 0
     return CallRecord(
+        required_features=features_of(delta),
         attempt_id=call.attempt_id,
         call_id=call.call_id,
         capture_key=call.attempt_id,
@@ -99,6 +105,7 @@ def build_record(
         output=output_evidence(answer.response_id, answer.output, api=call.api),
         sampling=sampling,
         weight_spans=weight_spans,
+        routes=routes,
         cached_prompt_tokens=call.generation.cached_prompt_tokens,
         started_at=call.started_at,
         committed_at=committed_at,

@@ -18,6 +18,7 @@ from forest_schema.records import CallRecord
 from vllm_forest_renderer import metrics
 from vllm_forest_renderer.capture.prefixes import PrefixCache
 from vllm_forest_renderer.capture.record import Answer, build_delta, build_record, replay_summary
+from vllm_forest_renderer.capture.routes import RouteShape, captured_routes
 from vllm_forest_renderer.capture.sampling import sampling_record, unreproducible_parameters
 from vllm_forest_renderer.context import Call
 from vllm_forest_renderer.errors import ForestError, StoreUnavailable
@@ -40,16 +41,21 @@ class CaptureService:
         resolver: PrefixResolver,
         control: EngineControl,
         logprobs_mode: str,
+        routes: RouteShape | None,
         server_changes: Sequence[str],
         allow_unreproducible: bool,
         hot_prefix_tokens: int,
     ) -> None:
-        """`server_changes` names what the server does to every sampled distribution."""
+        """`server_changes` names what the server does to every sampled distribution.
+
+        `routes` is the shape of the routed experts; None where the engine reports none.
+        """
         self._ledger = ledger
         self._sink = sink
         self._resolver = resolver
         self._control = control
         self._logprobs_mode = logprobs_mode
+        self._routes = routes
         self._server_changes = tuple(server_changes)
         self._allow_unreproducible = allow_unreproducible
         self._prefixes = PrefixCache(sink, capacity_tokens=hot_prefix_tokens)
@@ -124,7 +130,9 @@ class CaptureService:
             call.generation.check(call.prompt_tokens or [])
             spans = call.generation.weight_spans(await self._whole_version(call))
             replay = replay_summary(call, answer)
-            delta = build_delta(call)
+            routes = captured_routes(call, self._routes) if self._routes is not None else None
+            info, rows = routes or (None, None)
+            delta = build_delta(call, rows)
             ref = await self._sink.put(call.partition, call.call_id, delta)
             record = build_record(
                 call,
@@ -135,6 +143,7 @@ class CaptureService:
                 sampling=call.sampling,
                 weight_spans=spans,
                 committed_at=time.time(),
+                routes=info,
             )
             await self._ledger.commit(record)
         except StoreUnavailable as error:
