@@ -6,6 +6,7 @@ weights. vLLM loads the plugins through their entry points, as in production.
 
 import asyncio
 import contextlib
+import importlib
 import json
 import os
 import socket
@@ -36,6 +37,13 @@ _ENVIRONMENT = {
     # The sampler compiles a ranking kernel at first use, which takes longer than all tests.
     "TORCHDYNAMO_DISABLE": "1",
 }
+
+
+_MODULES = {
+    "Qwen3ForCausalLM": "vllm.model_executor.models.qwen3",
+    "Qwen2_5_VLForConditionalGeneration": "vllm.model_executor.models.qwen2_5_vl",
+}
+"""Architecture of a test's model -> its module in vLLM."""
 
 
 def prepare_environment() -> None:
@@ -139,14 +147,18 @@ class EngineServer:
         from vllm.entrypoints.launchers.app import build_app
         from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
         from vllm.model_executor.models import ModelRegistry
-        from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
         from vllm.usage.usage_lib import UsageContext
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        # A registered class needs no inspection in a process of its own.
-        ModelRegistry.register_model("Qwen3ForCausalLM", Qwen3ForCausalLM)
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(self._arguments)
+        (architecture,) = json.loads((Path(args.model) / "config.json").read_text())[
+            "architectures"
+        ]
+        # A registered class needs no inspection in a process of its own.
+        ModelRegistry.register_model(
+            architecture, getattr(importlib.import_module(_MODULES[architecture]), architecture)
+        )
         validate_parsed_serve_args(args)
         engine_args = AsyncEngineArgs.from_cli_args(args)
         config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
