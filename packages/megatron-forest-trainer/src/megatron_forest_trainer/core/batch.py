@@ -15,6 +15,7 @@ from megatron_forest_trainer.core.filters import Decision, decide
 from megatron_forest_trainer.core.metrics import TokenErrors, pool
 from megatron_forest_trainer.core.padding import pad_groups
 from megatron_forest_trainer.core.plan import BatchShape, PlannedRow, StepPlan, plan_step
+from megatron_forest_trainer.core.tree import SharedPrefixes
 from megatron_forest_trainer.core.types import Finalized
 
 
@@ -64,12 +65,14 @@ def plan_batch(
     shape: BatchShape,
     *,
     row_errors: Mapping[str, TokenErrors] | None = None,
+    shared: SharedPrefixes | None = None,
 ) -> Batch:
     """Decide about every rollout and lay out the step.
 
     `row_errors` (row id -> errors against the engine) is known after the log-probability pass;
-    the layout does not depend on it, so a plan made without it runs that pass. Raises
-    `NoRetainedTokens` where nothing trains and `ValueError` for an incomplete group.
+    the layout does not depend on it, so a plan made without it runs that pass. `shared` is what
+    the rows share; a forest needs it. Raises `NoRetainedTokens` where nothing trains and
+    `ValueError` for an incomplete group.
     """
     decisions: dict[str, Decision] = {}
     advantages: dict[str, float] = {}
@@ -98,7 +101,7 @@ def plan_batch(
                 for row in outcome.rollout.rows
             )
         planned.append((group.group_id, rows))
-    plan = plan_step(step, pad_groups(planned, shape.row_multiple), shape)
+    plan = plan_step(step, pad_groups(planned, shape.row_multiple), shape, shared)
     return Batch(plan=plan, decisions=decisions, advantages=advantages)
 
 
@@ -133,6 +136,7 @@ def batch_metrics(groups: Sequence[PromptGroup], batch: Batch) -> dict[str, floa
         "valid_rows": float(sum(row.train for row in rows)),
         "padding_rows": float(sum(row.plan is None for row in rows)),
         "retained_tokens": float(batch.plan.retained_tokens),
+        "executed_tokens": float(batch.plan.executed_tokens),
         "environment_filtered": float(sum(outcome.environment_mask for outcome, _ in by_reason)),
         "overlong_filtered": float(sum(reason is Reason.OVERLONG for _, reason in by_reason)),
         "num_masked_sequences": float(sum(len(outcome.rollout.rows) for outcome in masked)),

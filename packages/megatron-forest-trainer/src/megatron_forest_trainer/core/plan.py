@@ -2,8 +2,9 @@
 
 Guarantees (asserted by the tests): a plan is token-free and serialises (`encode`, `decode`); every
 row is in exactly one training and one log-probability microbatch, on the same data-parallel rank;
-every rank has the same number of microbatches and none is empty; all rows of a rollout are in the
-same plan, so that no optimizer step splits a rollout; the same input gives the same plan.
+every rank has the same number of microbatches and none is empty, but for the padding bins of a
+forest; all rows of a rollout are in the same plan, so that no optimizer step splits a rollout; the
+same input gives the same plan.
 """
 
 import math
@@ -13,6 +14,8 @@ from typing import Literal
 import msgspec
 
 from megatron_forest_trainer.core.packing import pack
+from megatron_forest_trainer.core.tree import SharedPrefixes
+from megatron_forest_trainer.core.tree_plan import plan_bins
 from megatron_forest_trainer.core.types import RowPlan
 
 PADDING_LENGTH = 1
@@ -74,7 +77,24 @@ class PackedShape(msgspec.Struct, frozen=True, kw_only=True, tag="packed"):
         return self.data_parallel
 
 
-BatchShape = FixedShape | PackedShape
+class ForestShape(msgspec.Struct, frozen=True, kw_only=True, tag="forest"):
+    """Bins of rows that compute each token that they share once (`core.tree`)."""
+
+    data_parallel: int
+    max_tokens: int
+    """Tokens of a bin, shared ones counted once."""
+    across_rollouts: bool
+    """Rows of all rollouts of a prompt group share, not only those of one rollout."""
+    align: int = 1
+    """A bin runs a multiple of this many tokens; so does the budget."""
+
+    @property
+    def row_multiple(self) -> int:
+        """Any number of rows fits: whole bins are the padding."""
+        return 1
+
+
+BatchShape = FixedShape | PackedShape | ForestShape
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,11 +107,20 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     logprob: Schedule
     retained_tokens: int
     """Owned tokens of the rows that train, over all ranks: the loss normaliser."""
+    executed_tokens: int
+    """Tokens that one pass runs over all ranks, padding aside: those of all rows, or of all bins of
+    a forest."""
 
     @property
-    def mode(self) -> Literal["fixed", "packed"]:
+    def mode(self) -> Literal["fixed", "packed", "forest"]:
         """How microbatches are formed."""
-        return "fixed" if isinstance(self.shape, FixedShape) else "packed"
+        match self.shape:
+            case FixedShape():
+                return "fixed"
+            case PackedShape():
+                return "packed"
+            case ForestShape():
+                return "forest"
 
     def encode(self) -> bytes:
         """MessagePack bytes for the broadcast."""
@@ -110,12 +139,18 @@ class NoRetainedTokens(ValueError):
     """No row of the step trains: there is nothing to take an optimizer step on."""
 
 
-def plan_step(step: int, rows: Sequence[PlannedRow], shape: BatchShape) -> StepPlan:
+def plan_step(
+    step: int,
+    rows: Sequence[PlannedRow],
+    shape: BatchShape,
+    shared: SharedPrefixes | None = None,
+) -> StepPlan:
     """Assign `rows` (padding included, see `core.padding`) to ranks and microbatches.
 
     Rows are dealt to the ranks by length, so that microbatches that run at the same time on
-    different ranks have about the same size. Raises `NoRetainedTokens` where no owned token
-    trains, and `ValueError` for a row count that is not a multiple or for repeated row ids.
+    different ranks have about the same size. A forest needs what its rows share. Raises
+    `NoRetainedTokens` where no owned token trains, and `ValueError` for a row count that is not a
+    multiple, for repeated row ids or for `shared` of other rows.
     """
     if len({row.row_id for row in rows}) != len(rows):
         raise ValueError("row ids of a step must be unique")
@@ -129,10 +164,15 @@ def plan_step(step: int, rows: Sequence[PlannedRow], shape: BatchShape) -> StepP
             f"step {step}: none of the {len(rows)} rows has a token to train on; every rollout "
             "was masked, filtered or empty"
         )
+    lengths = [row.length for row in rows]
+    executed = sum(row.length for row in rows if row.plan is not None)
     if isinstance(shape, FixedShape):
-        train, logprob = _fixed_schedules([row.length for row in rows], shape)
+        train, logprob = _fixed_schedules(lengths, shape)
+    elif isinstance(shape, PackedShape):
+        train, logprob = _packed_schedules(lengths, shape)
     else:
-        train, logprob = _packed_schedules([row.length for row in rows], shape)
+        train, executed = _forest_schedule(rows, shape, shared)
+        logprob = train
     return StepPlan(
         step=step,
         shape=shape,
@@ -140,6 +180,7 @@ def plan_step(step: int, rows: Sequence[PlannedRow], shape: BatchShape) -> StepP
         train=train,
         logprob=logprob,
         retained_tokens=retained,
+        executed_tokens=executed,
     )
 
 
@@ -180,6 +221,26 @@ def _packed_schedules(lengths: Sequence[int], shape: PackedShape) -> tuple[Sched
         for own in ranks
     )
     return train, logprob
+
+
+def _forest_schedule(
+    rows: Sequence[PlannedRow], shape: ForestShape, shared: SharedPrefixes | None
+) -> tuple[Schedule, int]:
+    """(schedule of both passes, tokens that a pass runs)."""
+    numbers = {row.row_id: number for number, row in enumerate(rows)}
+    if shared is None or set(shared.row_ids) != numbers.keys():
+        raise ValueError("a forest needs the shared prefixes of exactly the rows of the step")
+    order = [numbers[row_id] for row_id in shared.row_ids]
+    bins, executed = plan_bins(
+        [rows[number].length for number in order],
+        shared.shared,
+        _align(shape.max_tokens, shape.align),
+        ranks=shape.data_parallel,
+    )
+    schedule = tuple(
+        tuple(tuple(order[place] for place in members) for members in own) for own in bins
+    )
+    return schedule, executed
 
 
 def _align(tokens: int, multiple: int) -> int:
