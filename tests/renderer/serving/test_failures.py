@@ -194,6 +194,57 @@ def test_refused_requests_leave_nothing_and_are_not_repeated(
     assert (receipt.calls, receipt.failures, receipt.pending) == ((), (), ())
 
 
+@pytest.mark.requirement("X20", "A24")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        # Refused by vLLM's checks of the sampling parameters.
+        {"stop_token_ids": [-1]},
+        {"logprobs": True, "top_logprobs": 500},
+        {"stop": [""]},
+        # Numbers that do not fit into the message to the engine.
+        {"top_k": 10**20},
+        {"priority": 10**20},
+        {"vllm_xargs": {"acme": 10**20}},
+        {"chat_template_kwargs": {"acme": 10**20}},
+    ],
+    ids=str,
+)
+def test_what_the_engine_refuses_is_refused_before_the_admission(
+    episode: Episode, options: dict[str, Any], stream: bool
+) -> None:
+    answer = httpx.post(
+        f"{episode.server.base_url(episode.attempt)}/chat/completions",
+        json={"model": "tiny", "messages": [ASK], "max_tokens": 2, "stream": stream, **options},
+    )
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["type"] == "malformed_request"
+    assert answer.headers["x-should-retry"] == "false"
+    receipt = episode.server.receipt(episode.attempt)
+    assert (receipt.calls, receipt.failures, receipt.pending) == ((), (), ())
+
+
+@pytest.mark.requirement("X20", "A24", "A20")
+def test_spliced_prompt_beyond_the_context_is_refused_before_the_admission(
+    episode: Episode,
+) -> None:
+    # The template drops this reasoning: only the spliced prompt is too long.
+    script = episode.ids("<think>\n" + "so " * 3000 + f"\n</think>\n\nParis{END}")
+    message, _ = episode.chat([ASK], script)
+    message.pop("reasoning", None)
+    long = {"role": "user", "content": "and " * 1200}
+    url = episode.server.base_url(episode.attempt)
+    body = {"model": "tiny", "messages": [ASK, message, long], "max_tokens": 2}
+    for route in ("chat/completions", "measure"):
+        answer = httpx.post(f"{url}/{route}", json=body)
+        assert answer.status_code == 400, answer.text
+        assert "4096" in answer.json()["error"]["message"]
+        assert answer.headers["x-should-retry"] == "false"
+    receipt = episode.server.receipt(episode.attempt)
+    assert (len(receipt.calls), receipt.failures, receipt.pending) == (1, (), ())
+
+
 @pytest.mark.requirement("C22")
 def test_allowed_unreproducible_sampling_marks_the_record(
     episode: Episode, service: CaptureService, monkeypatch: pytest.MonkeyPatch

@@ -33,6 +33,7 @@ _PLACES: Mapping[str, tuple[str, ...]] = {
     "ResponsesRequest": (f"{_RESPONSES}.protocol",),
     "OpenAIServingResponses": (f"{_RESPONSES}.serving",),
     "AsyncLLM": ("vllm.v1.engine.async_llm",),
+    "InputProcessor": ("vllm.v1.engine.input_processor",),
     "OnlineRenderer": ("vllm.renderers.online_renderer",),
     "ErrorResponse": (
         "vllm.entrypoints.serve.engine.protocol",
@@ -60,6 +61,8 @@ _SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "OpenAIServingResponses._check_model": ("request",),
     "OnlineRenderer.render_responses": ("request", "tool_server"),
     "AsyncLLM.generate": ("prompt", "sampling_params", "request_id", "reasoning_ended"),
+    "AsyncLLM.get_supported_tasks": (),
+    "InputProcessor.process_inputs": ("request_id", "prompt", "params", "supported_tasks"),
     "AsyncLLM.pause_generation": ("mode", "clear_cache"),
     "AsyncLLM.resume_generation": (),
     "AsyncLLM.is_paused": (),
@@ -69,6 +72,10 @@ _SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "AsyncLLM.update_weight_version": (),
 }  # fmt: skip
 """Method -> parameters that it must accept."""
+
+
+_BEHIND_THE_INPUTS = frozenset({"prompt_text", "reasoning_ended", "reasoning_parser_kwargs"})
+"""Keywords of `AsyncLLM.generate` that its input processor does not take."""
 
 
 class UnsupportedVllm(RuntimeError):
@@ -202,6 +209,27 @@ def labels_tokens_with_versions() -> bool:
     """Whether the engine says which weights made each generated token."""
     output = importlib.import_module("vllm.outputs").CompletionOutput
     return "weight_versions" in getattr(output, "__dataclass_fields__", {})
+
+
+async def check_request(
+    engine: Any, prompt: Any, sampling_params: Any, request_id: str, keywords: Mapping[str, Any]
+) -> None:
+    """The engine client's own checks of a request, without handing it over: what
+    `engine.generate(prompt, sampling_params, request_id, **keywords)` would refuse is raised here.
+    """
+    passed = {name: value for name, value in keywords.items() if name not in _BEHIND_THE_INPUTS}
+    request = engine.input_processor.process_inputs(
+        request_id,
+        prompt,
+        sampling_params,
+        supported_tasks=await engine.get_supported_tasks(),
+        **passed,
+    )
+    # Numbers that do not fit into the message to the engine fail when it is packed. The prompt
+    # was checked already, and is what makes a message large.
+    request.prompt_token_ids = request.mm_features = None
+    request.reasoning_parser_kwargs = keywords.get("reasoning_parser_kwargs")
+    importlib.import_module("vllm.v1.serial_utils").MsgpackEncoder().encode(request)
 
 
 def custom_logits_processors(model_config: Any) -> list[str]:

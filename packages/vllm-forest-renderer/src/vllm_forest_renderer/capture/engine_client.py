@@ -1,6 +1,7 @@
 """Proxy around vLLM's engine client that sees what the engine is given and gives back.
 
-Guarantees: outside a captured request everything is passed through untouched. Inside, the call is
+Guarantees: outside a captured request everything is passed through untouched. Inside, what the
+engine would refuse is refused before the admission, by the engine's own checks; the call is
 admitted durably before the engine sees it; the engine is asked for the log-probability of every
 sampled token, and for the routed experts of the call's own tokens where it reports them; the
 outputs reach the caller unchanged but for these routes. One request makes one generation.
@@ -11,6 +12,7 @@ from typing import Any
 
 from forest_schema.reasons import Reason
 
+from vllm_forest_renderer import compat
 from vllm_forest_renderer.capture.generation import Generation
 from vllm_forest_renderer.capture.routes import first_row
 from vllm_forest_renderer.context import CURRENT, Call
@@ -47,7 +49,7 @@ class CaptureClient:
         keywords: dict[str, Any],
     ) -> AsyncGenerator[Any, None]:
         try:
-            await self._admit(call, prompt, sampling_params)
+            await self._admit(call, prompt, sampling_params, request_id, keywords)
             if keywords.get("reasoning_ended") is None:
                 keywords["reasoning_ended"] = _reasoning_ended(call)
             generation = call.generation = Generation()
@@ -63,7 +65,14 @@ class CaptureClient:
             call.refusal = error
             raise
 
-    async def _admit(self, call: Call, prompt: Any, sampling_params: Any) -> None:
+    async def _admit(
+        self,
+        call: Call,
+        prompt: Any,
+        sampling_params: Any,
+        request_id: str,
+        keywords: dict[str, Any],
+    ) -> None:
         if call.generation is not None:
             raise ForestError(
                 Reason.UNSUPPORTED_REQUEST, "a captured request is one generation", param="n"
@@ -77,6 +86,15 @@ class CaptureClient:
             if hasattr(sampling_params, "flat_logprobs"):
                 sampling_params.flat_logprobs = True
         sampling_params.routed_experts_prompt_start = first_row(call)
+        try:
+            await compat.check_request(self._inner, prompt, sampling_params, request_id, keywords)
+        except Exception as error:
+            refused = compat.create_error_response(error).error
+            if refused.code >= 500:
+                raise
+            raise ForestError(
+                Reason.MALFORMED_REQUEST, refused.message, param=refused.param
+            ) from error
         await call.admit(call, sampling_params)
 
 
