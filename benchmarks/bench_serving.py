@@ -7,32 +7,24 @@ table of figures and goals is printed at the end. A missed goal is marked, it fa
 """
 
 import asyncio
-import copy
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
-from forest_schema.items import normalize_chat
-from vllm_forest_renderer import compat
-from vllm_forest_renderer.context import CURRENT
-from vllm_forest_renderer.render_options import render_option_digest
-from vllm_forest_renderer.renderer import ForestRenderer
-from vllm_forest_renderer.splice import TailProver
 
-from benchmarks.histories import MODEL, captured
+from benchmarks.histories import MODEL
 from tests.support.capture import Capture, make_delta
 from tests.support.engine import EngineServer
-from tests.support.episodes import TOOLS
-from tests.support.models import CACHE, load_qwen3_tokenizer, make_qwen3_model
+from tests.support.models import CACHE, make_qwen3_model
 
 CONCURRENT = 8
 GENERATED = 64
@@ -63,11 +55,6 @@ def table(request: pytest.FixtureRequest) -> Table:
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> Any:
-    return load_qwen3_tokenizer()
-
-
-@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
     directory = CACHE / "qwen3-tiny-untied"
     if not (directory / "model.safetensors").is_file():
@@ -79,164 +66,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
         yield running
 
 
-# 1. Resolution and splice by themselves
-
-
-@dataclass(frozen=True)
-class _TokenizeParams:
-    add_special_tokens: bool = False
-
-
-class _Base:
-    """A renderer that times its template and its tokenizer, so that they can be taken out."""
-
-    default_chat_tok_params = _TokenizeParams()
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.template_s = self.tokenize_s = 0.0
-
-    async def render_chat_async(
-        self, conversations: list[Any], chat_params: Any, tok_params: Any
-    ) -> Any:
-        conversation, prompt = await self.render_messages_async(conversations[0], chat_params)
-        return [conversation], [{"type": "token", **prompt}]
-
-    async def render_messages_async(self, messages: list[Any], params: Any) -> Any:
-        start = time.thread_time()
-        text = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, tools=TOOLS
-        )
-        self.template_s += time.thread_time() - start
-        return messages, {"prompt": text}
-
-    async def _tokenize_prompt_async(self, prompt: Any, params: Any) -> Any:
-        start = time.thread_time()
-        ids = self._tokenizer.encode(prompt["prompt"], add_special_tokens=False)
-        self.tokenize_s += time.thread_time() - start
-        return {"prompt_token_ids": ids}
-
-
-class _Renderer(ForestRenderer, _Base):
-    def __init__(self, tokenizer: Any) -> None:
-        super().__init__(tokenizer)
-        self._prover = TailProver(
-            added_tokens=tokenizer.get_added_vocab(),
-            end_ids={tokenizer.eos_token_id},
-            decode=tokenizer.decode,
-        )
-
-
-def _finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that waits for nothing."""
-    try:
-        coroutine.send(None)
-    except StopIteration as done:
-        return done.value
-    raise AssertionError("the coroutine waited")
-
-
-@pytest.mark.parametrize(
-    ("tokens", "calls"),
-    [(1_000, 8), (4_000, 8), (16_000, 8), (65_000, 8), (65_000, 200)],
-    ids=lambda value: str(value),
-)
-def test_splice(benchmark: Any, table: Table, tokenizer: Any, tokens: int, calls: int) -> None:
-    params = compat.chat_params(None, TOOLS)
-    digest = render_option_digest(
-        params, model=MODEL, add_special_tokens=False, takes_api_fields=True
-    )
-    talk = captured(tokenizer, tokens=tokens, calls=calls, options=digest, tools=TOOLS)
-    renderer = _Renderer(tokenizer)
-    clock = time.thread_time  # CPU time: nothing here waits
-    ours, normalising, copying, tokenizing = [], [], [], []
-
-    def peers() -> None:
-        start = clock()
-        list(talk.tokens)
-        copying.append(clock() - start)
-        start = clock()
-        normalize_chat(talk.messages)
-        normalising.append(clock() - start)
-
-    def continuation() -> None:
-        call = talk.call()
-        CURRENT.set(call)
-        renderer.template_s = renderer.tokenize_s = 0.0
-        start = clock()
-        _finish(renderer.render_chat_async([talk.messages], params))
-        spent = clock() - start
-        CURRENT.set(None)
-        assert call.predecessor is not None
-        ours.append(spent - renderer.template_s - renderer.tokenize_s)
-        tokenizing.append(renderer.tokenize_s)
-
-    benchmark.pedantic(continuation, setup=peers, rounds=60, warmup_rounds=3)
-    items, length = len(talk.messages), len(talk.tokens)
-    name = f"splice, {length} tokens, {items} items:"
-    cost, copied = median(ours) * 1e3, median(copying) * 1e3
-    digesting = median(normalising) * 1e3
-    table.add(f"{name} with digests", cost + digesting, "ms", 0.3 + 0.004 * items)
-    table.add("  of which normalising and digesting the items", digesting, "ms")
-    table.add("  of which resolve + splice", cost, "ms", 0.3 + 0.004 * items)
-    table.add("  resolve + splice, beyond copying the ids", cost - copied, "ms")
-    table.add("  resolve + splice against copying the ids", cost / copied, "x")
-    table.add("  tokenizing the tail", median(tokenizing) * 1e3, "ms")
-    benchmark.extra_info |= {"tokens": length, "items": items}
-    benchmark.extra_info |= {"digest_ms": digesting, "splice_ms": cost, "copy_ms": copied}
-
-
-# 2. The whole render step
-
-
-@pytest.mark.parametrize("calls", [10, 20, 40])
-def test_render(
-    benchmark: Any, table: Table, tokenizer: Any, server: EngineServer, calls: int
-) -> None:
-    """16k tokens of history in more or fewer messages: the template is rendered either way."""
-    renderer = server.engine.renderer
-    params = compat.chat_params(tokenizer.chat_template, TOOLS)
-    digest = render_option_digest(
-        params,
-        model=MODEL,
-        add_special_tokens=renderer.default_chat_tok_params.add_special_tokens,
-        takes_api_fields=not isinstance(renderer, compat.HfRenderer),
-    )
-    talk = captured(tokenizer, tokens=16_000, calls=calls, options=digest, tools=TOOLS)
-
-    async def render(call: Any) -> tuple[float, float]:
-        """Wall time, and CPU time of the process with the renderer's threads."""
-        messages = copy.deepcopy(talk.messages)  # vLLM decodes tool arguments in place
-        CURRENT.set(call)
-        start, cpu = time.perf_counter(), time.process_time()
-        await renderer.render_chat_async([messages], params)
-        return time.perf_counter() - start, time.process_time() - cpu
-
-    ours: list[tuple[float, float]] = []
-    stock: list[tuple[float, float]] = []
-
-    def continuation() -> None:
-        call = talk.call()
-        ours.append(server.run(render(call)))
-        assert call.predecessor is not None
-
-    benchmark.pedantic(
-        continuation,
-        setup=lambda: stock.append(server.run(render(None))),
-        rounds=40,
-        warmup_rounds=3,
-    )
-    our_wall, our_cpu = (median(values) * 1e3 for values in zip(*ours, strict=True))
-    stock_wall, stock_cpu = (median(values) * 1e3 for values in zip(*stock, strict=True))
-    name = f"render, {len(talk.tokens)} tokens, {len(talk.messages)} messages:"
-    table.add(f"{name} captured", our_wall, "ms")
-    table.add("  stock vLLM", stock_wall, "ms")
-    table.add("  captured against stock, wall time", our_wall / stock_wall, "x", 0.1)
-    table.add("  captured against stock, CPU time", our_cpu / stock_cpu, "x", 0.1)
-    benchmark.extra_info |= {"stock_ms": stock_wall, "ours_ms": our_wall}
-
-
-# 3 and 4. Requests through the server, and how long its event loop is held up
+# Requests through the server, and how long its event loop is held up
 
 
 class _Ticker:
@@ -351,7 +181,7 @@ def _high(values: list[float]) -> float:
     return sorted(values)[int(len(values) * 0.999)]
 
 
-# 5. Durable capture
+# Durable capture
 
 
 @pytest.mark.parametrize("overlapping", [1, 8, 32])

@@ -22,9 +22,7 @@ from vllm_forest_renderer.resolution.source_history import SourceHistoryResolver
 MODEL = "tiny"
 GENERATED = 60
 """Tokens of each captured generation."""
-NEW = 270
-"""Tokens of the observation behind the last captured turn."""
-_TURN = 75
+_TURN = 60
 """About the tokens of a turn and of an observation's frame."""
 
 _WORDS = (
@@ -54,8 +52,10 @@ def _text(words: int, seed: int) -> str:
     return " ".join(random.Random(seed).choices(_WORDS, k=words))
 
 
-def _messages(calls: int, words: int) -> list[dict[str, Any]]:
-    """A question and `calls` rounds of reasoning, tool call and observation."""
+def _messages(calls: int, words: int, new: int) -> list[dict[str, Any]]:
+    """A question and `calls` rounds of reasoning, tool call and observation, the last of `new`
+    tokens with its frame.
+    """
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "You are a careful assistant."},
         {"role": "user", "content": "Find out what happened."},
@@ -72,7 +72,7 @@ def _messages(calls: int, words: int) -> list[dict[str, Any]]:
             },
             {"role": "tool", "tool_call_id": call_id, "content": _text(words, -number)},
         ]
-    messages[-1]["content"] = _text(NEW - 20, calls)
+    messages[-1]["content"] = _text(new - 20, calls)
     return messages
 
 
@@ -102,11 +102,13 @@ class Captured:
 
 
 def captured(
-    tokenizer: Any, *, tokens: int, calls: int, options: str, tools: Sequence[Any]
+    tokenizer: Any, *, tokens: int, new: int, calls: int, options: str, tools: Sequence[Any]
 ) -> Captured:
-    """About `tokens` tokens of history in `calls` calls, rendered under the options digest."""
-    words = max(1, (tokens - 250 - _TURN * calls) // (calls - 1))
-    messages = _messages(calls, words)
+    """About `tokens` tokens of history in `calls` calls, rendered under the options digest, and a
+    request that continues them by `new` tokens.
+    """
+    words = max(1, (tokens - 130 - _TURN * calls) // (calls - 1))
+    messages = _messages(calls, words, new)
     shown = [
         {**message, "reasoning_content": message.get("reasoning")} for message in messages[:-1]
     ]
