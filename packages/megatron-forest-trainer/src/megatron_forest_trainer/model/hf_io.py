@@ -66,6 +66,7 @@ def load_weights(model: Any, shape: ModelShape, directory: Path) -> None:
     weight_map.check_checkpoint_names(
         frozenset(checkpoint.files), shape, where=str(checkpoint.directory)
     )
+    _check_tower_names(model, shape, checkpoint)
     rank = parallel_state.get_tensor_model_parallel_rank()
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     vocab_rows = padded_vocab_size(shape.vocab_size, ranks)
@@ -127,6 +128,21 @@ def export_weights(
         _copy_other_files(source, partial)
         publish_folder(partial, target)
     dist.barrier()
+
+
+def _check_tower_names(model: Any, shape: ModelShape, checkpoint: HFCheckpoint) -> None:
+    """The checkpoint has exactly the tensors of the tower, on the stage that holds it."""
+    if shape.vision is None or not parallel_state.is_pipeline_first_stage():
+        return
+    prefix = weight_map.TOWER_PREFIX
+    found = {name for name in checkpoint.files if name.startswith(prefix)}
+    wanted = {prefix + name for name, _ in model.vision_model.named_parameters()}
+    if found != wanted:
+        listed = ", ".join(sorted(found ^ wanted)[:5])
+        raise ValueError(
+            f"{checkpoint.directory}: the tensors of the vision tower are not those of config.json; "
+            f"missing or unknown: {listed}"
+        )
 
 
 def _any_rank(flag: bool) -> bool:

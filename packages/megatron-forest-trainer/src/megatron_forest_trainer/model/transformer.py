@@ -1,4 +1,4 @@
-"""Building a Megatron-Core GPTModel from a `ModelShape`.
+"""Building a Megatron-Core GPTModel, or one that sees, from a `ModelShape`.
 
 Guarantees: the same model and the same code above it on the CPU (Megatron's local layers) and on a
 GPU with Transformer Engine; losses are sums over tokens, divided once by the global token count
@@ -26,6 +26,7 @@ from megatron_forest_trainer.model.attention import SDPAVarlenAttention
 from megatron_forest_trainer.model.hf_config import ModelShape
 from megatron_forest_trainer.model.norms import LocalRMSNorm
 from megatron_forest_trainer.model.parallel import Parallelism
+from megatron_forest_trainer.model.vision_language import VisionLanguageModel
 
 
 def use_transformer_engine() -> bool:
@@ -72,7 +73,8 @@ def transformer_config(
         "activation_func": functional.silu,
         "add_bias_linear": False,
         "normalization": "RMSNorm",
-        "qk_layernorm": True,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm,
         "layernorm_epsilon": shape.rms_norm_eps,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -90,7 +92,9 @@ def transformer_config(
         # Microbatches differ in length; Megatron ties that to a dispatcher even for dense models.
         "variable_seq_lengths": parallelism.pipeline > 1,
         "moe_token_dispatcher_type": "alltoall",
-        "apply_rope_fusion": fused,
+        # The fused packed kernel counts positions from each segment's start.
+        "apply_rope_fusion": fused and shape.vision is None,
+        "mrope_section": None if shape.vision is None else list(shape.vision.mrope_section),
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,
         "masked_softmax_fusion": False,
@@ -109,13 +113,16 @@ def transformer_config(
 def layer_specs(config: TransformerConfig) -> Any:
     """What the transformer block is made of."""
     if use_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
-    layer = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     layer.submodules.input_layernorm = LocalRMSNorm
     layer.submodules.pre_mlp_layernorm = LocalRMSNorm
     attention = layer.submodules.self_attention.submodules
-    attention.q_layernorm = LocalRMSNorm
-    attention.k_layernorm = LocalRMSNorm
+    if config.qk_layernorm:
+        attention.q_layernorm = LocalRMSNorm
+        attention.k_layernorm = LocalRMSNorm
     attention.core_attention = SDPAVarlenAttention
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=LocalRMSNorm
@@ -127,20 +134,26 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
     return -(-vocab_size // tensor_parallel) * tensor_parallel
 
 
-def build_model(shape: ModelShape, config: TransformerConfig) -> GPTModel:
+def build_model(
+    shape: ModelShape, config: TransformerConfig, *, freeze_vision_model: bool = False
+) -> GPTModel:
     """This rank's part of the model, with arbitrary weights, on its device.
 
     Needs `model.parallel.initialize`.
     """
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=layer_specs(config),
-        vocab_size=padded_vocab_size(shape.vocab_size, config.tensor_model_parallel_size),
-        max_sequence_length=shape.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=shape.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
+    fields = {
+        "config": config,
+        "transformer_layer_spec": layer_specs(config),
+        "vocab_size": padded_vocab_size(shape.vocab_size, config.tensor_model_parallel_size),
+        "max_sequence_length": shape.max_position_embeddings,
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
+        "share_embeddings_and_output_weights": shape.tied_embeddings,
+        "rotary_base": shape.rope_theta,
+    }
+    model = (
+        GPTModel(position_embedding_type="rope", **fields)
+        if shape.vision is None
+        else VisionLanguageModel(shape.vision, freeze_vision_model=freeze_vision_model, **fields)
     )
     return model.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else model

@@ -1,11 +1,12 @@
-"""Names and layouts of dense Qwen3 weights, in Hugging Face's form and in Megatron's.
+"""Names and layouts of Qwen3 and Qwen2.5-VL weights, in Hugging Face's form and in Megatron's.
 
 Guarantees: `to_megatron` and `to_hugging_face` are exact inverses (they move values, they never
 compute), for local and for Transformer Engine layers; `slice_for_rank` and `join_ranks` are exact
 inverses too. Pure functions of tensors; no process group, no file.
 
 Megatron keeps query, key and value in one matrix, grouped by key/value head, and the MLP's gate and
-up projections in another, each half split over the tensor-parallel ranks by itself.
+up projections in another, each half split over the tensor-parallel ranks by itself. A vision tower
+is the transformers module; its tensors pass unchanged.
 """
 
 import re
@@ -27,12 +28,21 @@ _LAYER = {
         "self_attn.k_proj.weight",
         "self_attn.v_proj.weight",
     ),
-    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
-    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
     "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
     "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
     "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
+}
+_QKV_BIAS = {
+    "self_attention.linear_qkv.bias": (
+        "self_attn.q_proj.bias",
+        "self_attn.k_proj.bias",
+        "self_attn.v_proj.bias",
+    ),
+}
+_QK_NORM = {
+    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
+    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
 }
 _TRANSFORMER_ENGINE = {
     # Transformer Engine fuses a norm into the projection behind it.
@@ -40,6 +50,10 @@ _TRANSFORMER_ENGINE = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 _LAYER_NAME = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+_TOWER = "vision_model."
+"""Prefix of the vision tower's parameters in the model."""
+TOWER_PREFIX = "visual."
+"""Their prefix in a checkpoint."""
 _VOCAB_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -58,20 +72,29 @@ def canonical_name(name: str, *, first_layer: int) -> str:
 def hugging_face_names(name: str) -> tuple[str, ...]:
     """The Hugging Face tensors behind the canonical Megatron parameter `name`.
 
-    Raises `KeyError` for a parameter that a dense Qwen3 model does not have.
+    Raises `KeyError` for a parameter that these models do not have.
     """
     match = _LAYER_NAME.match(name)
-    if match is None:
-        return (_TOP[name],)
-    return tuple(f"model.layers.{match[1]}.{tail}" for tail in _LAYER[match[2]])
+    if match is not None:
+        tails = (_LAYER | _QKV_BIAS | _QK_NORM)[match[2]]
+        return tuple(f"model.layers.{match[1]}.{tail}" for tail in tails)
+    if name.startswith(_TOWER):
+        return (TOWER_PREFIX + name.removeprefix(_TOWER),)
+    return (_TOP[name],)
+
+
+def layer_parameters(shape: ModelShape) -> tuple[str, ...]:
+    """Canonical names of one layer's parameters, behind `decoder.layers.N.`."""
+    optional = (_QKV_BIAS if shape.qkv_bias else {}) | (_QK_NORM if shape.qk_norm else {})
+    return tuple(_LAYER | optional)
 
 
 def checkpoint_names(shape: ModelShape) -> frozenset[str]:
-    """Every tensor that a checkpoint of this shape must hold."""
+    """Every tensor that a checkpoint of this shape must hold; a vision tower's are left out."""
     names = {
         hugging_face
         for layer in range(shape.num_layers)
-        for tail in _LAYER
+        for tail in layer_parameters(shape)
         for hugging_face in hugging_face_names(f"decoder.layers.{layer}.{tail}")
     }
     tied = {"lm_head.weight"} if shape.tied_embeddings else set()
@@ -85,11 +108,11 @@ def to_megatron(
 
     `vocab_rows` >= the vocabulary; rows beyond it are zero and never matter.
     """
-    if name.endswith("linear_qkv.weight"):
+    if name.startswith("decoder.") and "linear_qkv." in name:
         query, key, value = (
-            tensor.reshape(shape.num_query_groups, -1, shape.hidden_size) for tensor in tensors
+            tensor.reshape(shape.num_query_groups, -1, *tensor.shape[1:]) for tensor in tensors
         )
-        return torch.cat([query, key, value], dim=1).reshape(-1, shape.hidden_size)
+        return torch.cat([query, key, value], dim=1).flatten(0, 1)
     if name.endswith("linear_fc1.weight"):
         return torch.cat(list(tensors))
     (tensor,) = tensors
@@ -103,11 +126,11 @@ def to_hugging_face(
 ) -> dict[str, torch.Tensor]:
     """Hugging Face tensors of the undivided Megatron parameter `name`: inverse of `to_megatron`."""
     names = hugging_face_names(name)
-    if name.endswith("linear_qkv.weight"):
-        grouped = parameter.reshape(shape.num_query_groups, -1, shape.hidden_size)
+    if name.startswith("decoder.") and "linear_qkv." in name:
+        grouped = parameter.reshape(shape.num_query_groups, -1, *parameter.shape[1:])
         queries = grouped.shape[1] - 2 * shape.head_dim
         parts = grouped.split([queries, shape.head_dim, shape.head_dim], dim=1)
-        tensors: Sequence[torch.Tensor] = [part.reshape(-1, shape.hidden_size) for part in parts]
+        tensors: Sequence[torch.Tensor] = [part.flatten(0, 1) for part in parts]
     elif name.endswith("linear_fc1.weight"):
         tensors = parameter.chunk(2)
     elif name in _VOCAB_PARAMETERS:
@@ -148,6 +171,9 @@ def check_checkpoint_names(
     """Refuse a checkpoint with missing or unknown tensors. Raises `ValueError`, naming them."""
     expected = checkpoint_names(shape)
     found = {name for name in present if not name.endswith("rotary_emb.inv_freq")}
+    if shape.vision is not None:
+        # The tower is built by transformers, whose module knows its own names.
+        found = {name for name in found if not name.startswith(TOWER_PREFIX)}
     if shape.tied_embeddings:
         found.discard("lm_head.weight")
     for what, names in (("lacks", expected - found), ("has the unknown", found - expected)):
