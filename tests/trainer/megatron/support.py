@@ -255,6 +255,8 @@ def full_gradients(learner: Any) -> dict[str, NDArray[np.float32]]:
     for name, parameter in hf_io._canonical_parameters(learner.module, learner.shape):
         if name.startswith("embedding") and not parallel_state.is_pipeline_first_stage():
             continue
+        if not parameter.requires_grad:
+            continue
         full = parameter.main_grad.detach().clone()
         if hf_io._is_divided(parameter, group.size()):
             parts = [torch.empty_like(full) for _ in range(group.size())]

@@ -204,7 +204,7 @@ def test_weight_layouts_are_exact_inverses(untied):
     shape = read_model_shape(untied)
     weights = load_file(untied / "model.safetensors")
     for layer in range(shape.num_layers):
-        for tail in weight_map._LAYER:
+        for tail in weight_map.layer_parameters(shape):
             name = f"decoder.layers.{layer}.{tail}"
             full = weight_map.merge_parameter(
                 name, weights.__getitem__, shape, vocab_rows=shape.vocab_size

@@ -20,6 +20,7 @@ from megatron_forest_trainer.core.types import Row, RowPlan
 from megatron_forest_trainer.data.collate import Collator, Microbatch, RowInput
 from megatron_forest_trainer.loss.correction import importance_weights
 from megatron_forest_trainer.loss.edges import Edges
+from megatron_forest_trainer.model.hf_config import VisionShape
 from megatron_forest_trainer.model.parallel import Parallelism
 
 RowArrays = dict[str, NDArray[np.float32]]
@@ -37,12 +38,16 @@ class BatchMaker:
     divisible_by: int
     """Rows are padded to a multiple of this many tokens."""
     loss: LossConfig
+    vision: VisionShape | None = None
+    """What the model sees; None for a model that reads text only."""
 
     @classmethod
-    def of(cls, config: Config, parallelism: Parallelism) -> "BatchMaker":
+    def of(
+        cls, config: Config, parallelism: Parallelism, vision: VisionShape | None
+    ) -> "BatchMaker":
         """The maker that `config` asks for."""
         divisible_by = config.policy.make_sequence_length_divisible_by
-        return cls(parallelism, divisible_by, config.loss_fn)
+        return cls(parallelism, divisible_by, config.loss_fn, vision)
 
     def logprob(self, plan: StepPlan, read: ReadRow) -> Iterator[Microbatch]:
         """The microbatches of a log-probability pass: every owned token has an edge."""
@@ -103,6 +108,8 @@ class BatchMaker:
             context_ranks=self.parallelism.context,
             context_rank=parallel_state.get_context_parallel_rank(),
             device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+            vision=self.vision,
+            reads_images=parallel_state.is_pipeline_first_stage(),
         )
 
 

@@ -164,7 +164,11 @@ class Passes:
         """Megatron's forward step: the model's output and the function that makes its loss."""
         batch = next(microbatches)
         edges = batch.edges.tensors(batch.tokens.device)
-        extra = {"padding_mask": batch.artificial} if self._mask_artificial else {}
+        extra: dict[str, Any] = {}
+        if self._mask_artificial:
+            extra["padding_mask"] = batch.artificial
+        if batch.media is not None:
+            extra["media"] = batch.media
         with self._selector.sources(edges.source_E):
             output = model(
                 input_ids=batch.tokens,

@@ -1,9 +1,10 @@
 """From a receipt and a harness's result to verified rows, or to a mask with its reason.
 
 Guarantees: all or nothing per logical rollout; a masked rollout has no rows and one `Reason`; rows
-are returned only after every selected delta was read, its digest and the token chain verified and
-its log-probabilities checked; data that contradicts itself raises and never becomes a mask; the
-receipt is left as it is, so that unselected records stay available for cleanup.
+are returned only after every selected delta was read, its digest and the token chain verified, its
+log-probabilities checked and its images authenticated; data that contradicts itself raises and
+never becomes a mask; the receipt is left as it is, so that unselected records stay available for
+cleanup.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from forest_schema import CallRecord, FailureRecord, Reason, Receipt, SamplingRecord
 from forest_schema.digests import EMPTY_CHAIN, chain_digest
+from forest_schema.media import MediaError
 from forest_schema.version import DIGEST_VERSION, SchemaError, check_version
 from numpy.typing import NDArray
 
@@ -22,6 +24,7 @@ from megatron_forest_trainer.core.forest import (
     is_linear,
     missing_parents,
 )
+from megatron_forest_trainer.core.media import check_call_media
 from megatron_forest_trainer.core.rows import delta_arrays
 from megatron_forest_trainer.core.selection import (
     Selection,
@@ -253,15 +256,23 @@ def _unreproducible(sampling: SamplingRecord) -> str | None:
 def _verify_tensors(records: Sequence[CallRecord], reader: DeltaReader) -> None:
     """Every delta is what its record and its parent's chain say, and its numbers are sound."""
     chains = {record.call_id: record.chain_digest for record in records}
+    placeholders = {image.placeholder_token_id for record in records for image in record.media}
     logprobs: list[NDArray[np.float32]] = []
     for record in records:
-        tokens, generated = delta_arrays(record, reader.read(record.delta))
+        delta = reader.read(record.delta)
+        tokens, generated = delta_arrays(record, delta)
         parent = EMPTY_CHAIN if record.parent_call_id is None else chains[record.parent_call_id]
         if chain_digest(parent, tokens) != record.chain_digest:
             raise IntegrityError(
                 Reason.DIGEST_MISMATCH,
                 f"call {record.call_id}: the token chain is not the one that was committed",
             )
+        try:
+            check_call_media(record, tokens, delta, placeholders)
+        except MediaError as error:
+            raise _Masked(
+                Reason.MEDIA_AUTHENTICATION_FAILED, f"call {record.call_id}: {error}"
+            ) from error
         logprobs.append(generated)
     everything = np.concatenate(logprobs)
     # A comparison with NaN is false, so one pass finds NaN, +inf and positive values; -inf is

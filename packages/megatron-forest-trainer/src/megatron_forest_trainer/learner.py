@@ -111,6 +111,7 @@ class Learner:
                     dtype=getattr(torch, config.policy.precision),
                     recompute=cfg.activation_checkpointing,
                 ),
+                freeze_vision_model=cfg.freeze_vision_model,
             )
             load_weights(module, self.shape, hf_dir)
         check_model(module)
@@ -122,7 +123,7 @@ class Learner:
             loss=config.loss_fn,
             mask_artificial=not cfg.count_padding_in_expert_load and mask_expert_load(module),
         )
-        self._batches = BatchMaker.of(config, self.parallelism)
+        self._batches = BatchMaker.of(config, self.parallelism, self.shape.vision)
         self._previous: RowArrays = {}
         self._reference: RowArrays = {}
 

@@ -78,6 +78,8 @@ class MegatronConfig(Section, frozen=True):
     """Recompute activations in the backward pass."""
     count_padding_in_expert_load: bool = False
     """Count padding and borrowed context in the load that moves a router's bias."""
+    freeze_vision_model: bool = False
+    """Keep the vision tower of a model that sees as it is; only the decoder trains."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
     scheduler: SchedulerConfig = SchedulerConfig()

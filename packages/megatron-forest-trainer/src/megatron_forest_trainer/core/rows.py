@@ -5,15 +5,17 @@ generated tokens only; captured log-probabilities lie on their tokens and are 0 
 that contradict the records raise `IntegrityError`; nothing is cut or filled.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from forest_schema import CallRecord, Reason
+from forest_schema import CallRecord, MediaOccurrence, Reason
+from forest_schema.media import MediaError
 from forest_schema.shards import LOGPROBS, TOKENS
 from numpy.typing import NDArray
 
 from megatron_forest_trainer.core.errors import IntegrityError
+from megatron_forest_trainer.core.media import row_media
 from megatron_forest_trainer.core.types import DeltaReader, PathCall, Row, RowPlan
 
 
@@ -22,8 +24,11 @@ def assemble(plan: RowPlan, reader: DeltaReader) -> Row:
     logprobs_T = np.zeros(plan.length, dtype=np.float32)
     loss_mask_T = np.zeros(plan.length, dtype=np.bool_)
     deltas: list[NDArray[np.int32]] = []
+    images: list[tuple[Sequence[MediaOccurrence], Mapping[str, NDArray[Any]]]] = []
     for call, span in zip(plan.path, plan.spans, strict=True):
-        tokens, logprobs = delta_arrays(call, reader.read(call.delta))
+        delta = reader.read(call.delta)
+        tokens, logprobs = delta_arrays(call, delta)
+        images.append((call.media, delta))
         deltas.append(tokens)
         logprobs_T[span.start : span.end] = logprobs
         if span.owned:
@@ -34,7 +39,17 @@ def assemble(plan: RowPlan, reader: DeltaReader) -> Row:
             Reason.DIGEST_MISMATCH,
             f"row {plan.row_id}: {len(tokens_T)} tokens where the plan says {plan.length}",
         )
-    return Row(plan=plan, tokens_T=tokens_T, loss_mask_T=loss_mask_T, logprobs_T=logprobs_T)
+    try:
+        media = row_media(images)
+    except MediaError as error:
+        raise IntegrityError(Reason.DIGEST_MISMATCH, f"row {plan.row_id}: {error}") from error
+    return Row(
+        plan=plan,
+        tokens_T=tokens_T,
+        loss_mask_T=loss_mask_T,
+        logprobs_T=logprobs_T,
+        media=media,
+    )
 
 
 def delta_arrays(

@@ -12,8 +12,10 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
-from forest_schema import CallRecord, Reason, TensorRef
+from forest_schema import CallRecord, MediaOccurrence, Reason, TensorRef
 from numpy.typing import NDArray
+
+from megatron_forest_trainer.core.media import RowMedia
 
 
 class PathCall(msgspec.Struct, frozen=True, array_like=True):
@@ -27,11 +29,20 @@ class PathCall(msgspec.Struct, frozen=True, array_like=True):
     cum_len: int
     """Where they end."""
     delta: TensorRef
+    media: tuple[MediaOccurrence, ...] = ()
+    """Images that the call added; their offsets are positions in the row."""
 
     @classmethod
     def of(cls, record: CallRecord) -> "PathCall":
         """The part of `record` that its rows need."""
-        return cls(record.call_id, record.prev_len, record.prompt_len, record.cum_len, record.delta)
+        return cls(
+            call_id=record.call_id,
+            prev_len=record.prev_len,
+            prompt_len=record.prompt_len,
+            cum_len=record.cum_len,
+            delta=record.delta,
+            media=record.media,
+        )
 
     @property
     def delta_len(self) -> int:
@@ -128,6 +139,8 @@ class Row:
     """True at owned generated tokens (targets)."""
     logprobs_T: NDArray[np.float32]
     """Captured log-probability of each generated token, owned or borrowed; 0 elsewhere."""
+    media: RowMedia | None = None
+    """Images of the row; None for a row of text."""
 
 
 class DeltaReader(Protocol):

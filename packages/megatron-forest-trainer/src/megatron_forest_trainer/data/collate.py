@@ -6,7 +6,7 @@ of a row do not depend on the rows beside it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 
 from megatron_forest_trainer.core.types import Row
+from megatron_forest_trainer.data.images import (
+    MediaBatch,
+    check_images,
+    media_batch,
+    positions_3T,
+)
 from megatron_forest_trainer.data.layout import (
     PADDING_TOKEN,
     Layout,
@@ -21,6 +27,7 @@ from megatron_forest_trainer.data.layout import (
     packed_layout,
 )
 from megatron_forest_trainer.loss.edges import Edges, concatenate
+from megatron_forest_trainer.model.hf_config import VisionShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,9 @@ class Microbatch:
     tokens: torch.Tensor
     """int64 `[b, s]`."""
     position_ids: torch.Tensor
-    """int64 `[b, s]`: position in the row; 0 at padding."""
+    """int64 `[b, s]`: position in the row; 0 at padding. For a model that sees `[3, b, s]`, its
+    positions in time, height and width; a packed microbatch under context parallelism then has
+    those of the whole line."""
     artificial: torch.Tensor
     """bool `[b, s]`, True at padding and at tokens that another row of the rollout owns: what a
     router's load must not count."""
@@ -60,6 +69,8 @@ class Microbatch:
     rows: tuple[RowInput, ...]
     sequence_length: int
     """Tokens of one line over all context-parallel ranks."""
+    media: MediaBatch | None = None
+    """Images, on the pipeline stage that reads them; None without images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +83,19 @@ class Collator:
     context_ranks: int = 1
     context_rank: int = 0
     device: torch.device | str = "cpu"
+    vision: VisionShape | None = None
+    """What the model sees; None for a model that reads text only, which refuses images."""
+    reads_images: bool = True
+    """False on a pipeline stage that has no vision tower: pixels are not prepared there."""
 
     def __call__(self, rows: Sequence[RowInput], *, training: bool) -> Microbatch:
-        """The microbatch of `rows`. In a training microbatch only rows that train have edges."""
+        """The microbatch of `rows`. In a training microbatch only rows that train have edges.
+
+        Raises `IntegrityError` for a row whose images the model cannot see exactly.
+        """
+        for item in rows:
+            if item.row is not None:
+                check_images(item.row, self.vision)
         lay_out = packed_layout if self.packed else fixed_layout
         layout = lay_out(
             [row.length for row in rows],
@@ -85,9 +106,10 @@ class Collator:
         tokens = layout.scatter(
             [_tokens(item) for item in rows], fill=PADDING_TOKEN, dtype=np.int64
         )
-        positions = layout.scatter(
-            [np.arange(item.length) for item in rows], fill=0, dtype=np.int64
-        )
+        media = None
+        if self.reads_images:
+            images = [None if item.row is None else item.row.media for item in rows]
+            media = media_batch(images, layout, self.device)
         artificial = layout.scatter([_artificial(item) for item in rows], fill=True, dtype=np.bool_)
         edges = concatenate(
             [
@@ -98,13 +120,23 @@ class Collator:
         )
         return Microbatch(
             tokens=torch.from_numpy(tokens).to(self.device),
-            position_ids=torch.from_numpy(positions).to(self.device),
+            position_ids=torch.from_numpy(self._positions(rows, layout)).to(self.device),
             artificial=torch.from_numpy(artificial).to(self.device),
             packed=self._packed_params(layout),
             edges=edges,
             rows=tuple(rows),
             sequence_length=layout.total // (1 if self.packed else len(rows)),
+            media=media,
         )
+
+    def _positions(self, rows: Sequence[RowInput], layout: Layout) -> NDArray[np.generic]:
+        if self.vision is None:
+            return layout.scatter([np.arange(item.length) for item in rows], fill=0, dtype=np.int64)
+        if self.packed:
+            # Megatron slices the angles of a packed line itself, segment by segment.
+            layout = replace(layout, context_ranks=1, context_rank=0)
+        axes = zip(*(_positions_3T(item, self.vision) for item in rows), strict=True)
+        return np.stack([layout.scatter(axis, fill=0, dtype=np.int64) for axis in axes])
 
     def _packed_params(self, layout: Layout) -> PackedSeqParams | None:
         if not layout.packed:
@@ -120,6 +152,12 @@ class Collator:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         )
+
+
+def _positions_3T(item: RowInput, vision: VisionShape) -> NDArray[np.int64]:
+    if item.row is None:
+        return np.zeros((3, 1), np.int64)
+    return positions_3T(item.row, vision)
 
 
 def _tokens(item: RowInput) -> NDArray[np.int64]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-
 _VISION_MODEL = "qwen2_5_vl"
 
 

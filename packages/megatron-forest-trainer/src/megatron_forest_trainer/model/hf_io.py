@@ -140,7 +140,7 @@ def _check_tower_names(model: Any, shape: ModelShape, checkpoint: HFCheckpoint) 
     if found != wanted:
         listed = ", ".join(sorted(found ^ wanted)[:5])
         raise ValueError(
-            f"{checkpoint.directory}: the tensors of the vision tower are not those of config.json; "
+            f"{checkpoint.directory}: the vision tower's tensors are not those of config.json; "
             f"missing or unknown: {listed}"
         )
 

@@ -10,36 +10,20 @@ needs no reduction over tensor-parallel ranks: what flows back from the decoder 
 already. Over data- and context-parallel ranks Megatron's wrapper sums it like any other.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 
+from megatron_forest_trainer.data.images import MediaBatch
 from megatron_forest_trainer.model.hf_config import VisionShape
-
-
-@dataclass(frozen=True, slots=True)
-class MediaBatch:
-    """The images of one microbatch, and where their embeddings stand on this rank."""
-
-    pixels: torch.Tensor
-    """float32 `[p, v]`: normalised patches of all images behind each other."""
-    grids: torch.Tensor
-    """int64 `[n, 3]`: patches of each image in time, height and width."""
-    source: torch.Tensor
-    """int64 `[m]`: which of the tower's embeddings, counted over all images, are used here."""
-    target: torch.Tensor
-    """int64 `[m]`: their positions in the flattened `[b, s]`."""
 
 
 class VisionLanguageModel(GPTModel):
     """Qwen2.5-VL: a GPTModel whose input embeddings come from text and from images."""
 
-    def __init__(
-        self, vision: VisionShape, *, freeze_vision_model: bool, **fields: Any
-    ) -> None:
+    def __init__(self, vision: VisionShape, *, freeze_vision_model: bool, **fields: Any) -> None:
         """`fields` are those of `GPTModel`. A frozen tower has no gradient."""
         super().__init__(
             position_embedding_type="mrope",
@@ -96,7 +80,9 @@ def _build_tower(vision: VisionShape, dtype: torch.dtype) -> torch.nn.Module:
     )
 
     config = Qwen2_5_VLVisionConfig(**vision.tower)
-    tower = Qwen2_5_VisionTransformerPretrainedModel._from_config(config, attn_implementation="sdpa")
+    tower = Qwen2_5_VisionTransformerPretrainedModel._from_config(
+        config, attn_implementation="sdpa"
+    )
     # Rotary frequencies stay float32, as in the engine.
     for parameter in tower.parameters():
         parameter.data = parameter.data.to(dtype)
