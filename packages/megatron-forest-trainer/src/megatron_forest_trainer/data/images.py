@@ -145,6 +145,7 @@ def normalized_pixels(
     if recorded is None:
         return stored.astype(np.float32)
     mean, std = (np.asarray(values, np.float32) for values in (recorded.mean, recorded.std))
-    weight, bias = np.float32(recorded.rescale_factor) / std, -mean / std
+    # torch divides a number by a tensor as a product with the reciprocal.
+    weight, bias = np.float32(recorded.rescale_factor) * (np.float32(1) / std), -mean / std
     channels = stored.reshape(len(stored), len(std), -1)
     return (channels * weight[:, None] + bias[:, None]).reshape(stored.shape)
