@@ -67,6 +67,8 @@ class Engine:
     async def update_weights(self, update: WeightUpdate) -> EngineState:
         if update.path == "/nowhere":
             raise ForestError(Reason.MALFORMED_REQUEST, "path: no weights there", param="path")
+        if update.path == "/broken":
+            raise KeyError("a bug")
         self.state = msgspec.structs.replace(self.state, weight_version=update.version)
         return self.state
 
@@ -204,6 +206,10 @@ async def test_the_routes_are_those_of_the_schema(client):
         (b'{"rollout_id": 1, "group_id": "g", "partition": "p"}', "body"),
         (b'{"rollout_id": "r", "group_id": "g", "partition": "../p"}', "partition"),
         (b'{"rollout_id": "r", "group_id": "g", "partition": "/etc"}', "partition"),
+        (b'{"rollout_id": "", "group_id": "g", "partition": "p"}', "rollout_id"),
+        (b'{"rollout_id": "r\\u0000", "group_id": "g", "partition": "p"}', "rollout_id"),
+        (b'{"rollout_id": "r", "group_id": "a\\nb", "partition": "p"}', "group_id"),
+        (b'{"rollout_id": "r", "group_id": "%s", "partition": "p"}' % (b"g" * 257), "group_id"),
     ],
 )
 async def test_malformed_bodies_are_refused(client, capture, body, param):
@@ -219,6 +225,26 @@ async def test_the_wait_is_bounded(client, capture, wait_s):
     )
     assert response.status_code == 400
     assert await capture.admit(attempt)
+
+
+async def test_half_a_surrogate_pair_is_named(client):
+    body = b'{"rollout_id": "r", "group_id": "g", "partition": "p", "metadata": {"a": "\\ud800"}}'
+    error = _refused(
+        await client.post("/attempts", content=body), 400, Reason.MALFORMED_REQUEST, "body"
+    )
+    assert "surrogate" in error.message
+    cut = await client.post("/attempts", content=body[:-1])
+    assert "truncated" in _refused(cut, 400, Reason.MALFORMED_REQUEST, "body").message
+
+
+async def test_an_error_that_nobody_expected_has_the_shape_of_the_others(client, caplog):
+    error = _refused(
+        await client.post("/weights", json={"path": "/broken", "version": "v1"}),
+        500,
+        Reason.ENGINE_ERROR,
+    )
+    assert "KeyError" in error.message
+    assert "POST /v1/forest/control/weights failed" in caplog.text
 
 
 async def test_bodies_are_bounded_while_they_are_read(client):
@@ -303,7 +329,11 @@ async def test_ranges_of_a_shard(client, capture):
         assert response.content == data[start:end]
         assert response.headers["content-range"] == f"bytes {start}-{end - 1}/{size}"
         assert response.headers["content-length"] == str(end - start)
-    for header in (f"bytes={size}-", "bytes=-0", "bytes=5-4", "bytes=0-1,3-4", "lines=1-2", "-"):
+    huge = "9" * 5000
+    for header in (
+        f"bytes={size}-", "bytes=-0", "bytes=5-4", "bytes=0-1,3-4", "lines=1-2", "-",
+        f"bytes={huge}-", f"bytes=0-{huge}", f"bytes=-{huge}",
+    ):  # fmt: skip
         response = await client.get(url, headers={"range": header})
         _refused(response, 400, Reason.MALFORMED_REQUEST, "range")
 

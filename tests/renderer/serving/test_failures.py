@@ -160,6 +160,14 @@ def test_damaged_output_is_a_recorded_failure(
             "messages[0].content[0]",
         ),
         ({"temperature": "warm"}, "malformed_request", "temperature"),
+        ({"extra_body": {"stream": "no"}}, "malformed_request", "stream"),
+        ({"extra_body": {"stream_options": {"include_usage": True}}}, "malformed_request",
+         "stream_options"),
+        # Refused by validators of vLLM's that raise errors of their own.
+        ({"tools": []}, "malformed_request", "tools"),
+        ({"tool_choice": "auto"}, "malformed_request", "tool_choice"),
+        ({"extra_body": {"cache_salt": ""}}, "malformed_request", "cache_salt"),
+        ({"top_logprobs": 500}, "malformed_request", "top_logprobs"),
         ({"model": "other"}, "malformed_request", "model"),
         ({"max_tokens": 100_000}, "malformed_request", "max_tokens"),
         ({"presence_penalty": 0.5}, "unreproducible_sampling", "presence_penalty"),
@@ -192,6 +200,64 @@ def test_refused_requests_leave_nothing_and_are_not_repeated(
     assert len(arrived) == 1
     receipt = episode.server.receipt(episode.attempt)
     assert (receipt.calls, receipt.failures, receipt.pending) == ((), (), ())
+
+
+@pytest.mark.requirement("X20")
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [({"tool_choice": "required"}, "tool_choice"), ({"cache_salt": ""}, "cache_salt"),
+     ({"stream": 1}, "stream")],
+)  # fmt: skip
+def test_responses_requests_are_refused_in_the_same_shape(
+    episode: Episode, options: dict[str, Any], param: str
+) -> None:
+    url = episode.server.base_url(episode.attempt)
+    for route in ("responses", "measure"):
+        answer = httpx.post(f"{url}/{route}", json={"model": "tiny", "input": "hi", **options})
+        error = answer.json()["error"]
+        assert (error["type"], error["param"], error["code"]) == ("malformed_request", param, 400)
+        assert answer.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.requirement("X20")
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/"),
+        ("GET", "/chat/completions"),
+        ("POST", "/chat/completions/"),
+        ("POST", "/completions"),
+        ("DELETE", "/models"),
+        ("TRACE", "/responses/resp_1/cancel"),
+    ],
+)
+def test_what_is_no_route_is_answered_in_the_same_shape(
+    episode: Episode, method: str, path: str
+) -> None:
+    url = episode.server.base_url(episode.attempt) + path
+    answer = httpx.request(method, url)
+    error = answer.json()["error"]
+    assert (error["type"], error["code"], answer.status_code) == ("malformed_request", 404, 404)
+    assert path in error["message"]
+    assert answer.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.requirement("X20")
+def test_request_that_is_nested_too_deeply_is_refused(episode: Episode) -> None:
+    url = f"{episode.server.base_url(episode.attempt)}/chat/completions"
+    statuses = []
+    for depth in (10, 150, 300, 450, 600, 750, 900, 1050, 100_000):
+        nested = "[" * depth + "]" * depth
+        message = f'{{"role": "user", "content": "x", "acme": {nested}}}'
+        body = f'{{"messages": [{message}], "max_tokens": 1}}'
+        answer = httpx.post(url, content=body, timeout=60)
+        statuses.append(answer.status_code)
+        if answer.status_code != 200:
+            assert answer.json()["error"]["type"] == "malformed_request", depth
+            assert answer.headers["x-should-retry"] == "false"
+    assert statuses == [200] * statuses.count(200) + [400] * statuses.count(400)
+    assert statuses[-1] == 400
+    assert not episode.server.receipt(episode.attempt).failures
 
 
 @pytest.mark.requirement("X20", "A24")

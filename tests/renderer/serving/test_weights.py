@@ -143,11 +143,25 @@ def test_update_that_fails_leaves_the_engine_paused(
 
 
 @pytest.mark.requirement("K10")
-def test_directory_without_weights_changes_nothing(server: EngineServer, tmp_path: Path) -> None:
-    answer = server.control.post("/weights", json={"path": str(tmp_path), "version": "x"})
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({}, "path"),
+        ({"path": "a" * 5000}, "path"),
+        ({"path": "a\0b"}, "path"),
+        ({"version": ""}, "version"),
+        ({"version": "loading x"}, "version"),
+    ],
+)
+def test_update_that_cannot_work_changes_nothing(
+    server: EngineServer, tmp_path: Path, change: dict[str, str], param: str
+) -> None:
+    body = {"path": str(tmp_path), "version": "x", **change}
+    answer = server.control.post("/weights", json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "malformed_request"
-    assert answer.json()["error"]["param"] == "path"
+    assert answer.json()["error"]["param"] == param
+    assert answer.headers["x-should-retry"] == "false"
     assert server.control.get("/handshake").json()["weight_version"] == "default"
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI
+from forest_schema.control import ATTEMPT_PREFIX
 
 from vllm_forest_renderer import compat
 from vllm_forest_renderer.capture.engine_client import CaptureClient
@@ -29,7 +30,7 @@ from vllm_forest_renderer.serving.chat import ChatAdapter
 from vllm_forest_renderer.serving.exchange import CapturedApi
 from vllm_forest_renderer.serving.reasoning import judging_on_tail
 from vllm_forest_renderer.serving.responses import ResponsesAdapter
-from vllm_forest_renderer.serving.router import serving_router
+from vllm_forest_renderer.serving.router import serving_router, unknown_route
 from vllm_forest_renderer.store.protocol import DeltaSink
 from vllm_forest_renderer.weights import EngineControl
 
@@ -72,6 +73,7 @@ class ForestEndpoints:
         """Add the routes and the clean end of the server."""
         app.include_router(control_router(lambda request: request.app.state.forest.control))
         app.include_router(serving_router(lambda request: request.app.state.forest))
+        app.mount(ATTEMPT_PREFIX, unknown_route)
         inner = app.router.lifespan_context
 
         @asynccontextmanager

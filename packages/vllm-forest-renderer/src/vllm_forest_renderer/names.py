@@ -1,7 +1,7 @@
 """Names that come from clients or become file names.
 
-Guarantees: what passes is a single path component without a leading dot, so no name can leave
-the store directory or collide with the store's own files.
+Guarantees: what passes as a file name is a single path component without a leading dot, so no name
+can leave the store directory or collide with the store's own files; a label is short and printable.
 """
 
 import re
@@ -14,6 +14,7 @@ _ATTEMPT = re.compile(r"att_[0-9a-f]{32}")
 _PARTITION = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _SHARD = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_LONGEST_LABEL = 256
 _RESERVED_PARTITIONS = ("store.json", "ledger.sqlite")
 
 
@@ -26,6 +27,19 @@ def check_attempt_id(attempt_id: str) -> str:
             param="attempt",
         )
     return attempt_id
+
+
+def check_label(label: str, param: str) -> str:
+    """`label` itself, a name that is recorded and shown. Raises `ForestError`
+    (`malformed_request`).
+    """
+    if not 0 < len(label) <= _LONGEST_LABEL or not label.isprintable():
+        raise ForestError(
+            Reason.MALFORMED_REQUEST,
+            f"{param}: use 1 to {_LONGEST_LABEL} printable characters",
+            param=param,
+        )
+    return label
 
 
 def check_partition(partition: str) -> str:

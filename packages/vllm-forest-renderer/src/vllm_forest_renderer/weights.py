@@ -17,6 +17,7 @@ from forest_schema.routes import ROUTES
 
 from vllm_forest_renderer import __version__, compat
 from vllm_forest_renderer.errors import ForestError
+from vllm_forest_renderer.names import check_label
 
 _LOADING = "loading "
 """Start of the engine's weight version while weights are loaded. The engine itself holds it, so
@@ -118,14 +119,15 @@ class EngineControl:
                 "on the CPU vLLM would keep the old output layer of a model with tied embeddings; "
                 'serve a checkpoint with "tie_word_embeddings": false and an lm_head.weight',
             )
-        directory = Path(update.path)
+        check_label(update.version, "version")
         if update.version.startswith(_LOADING):
             raise ForestError(
                 Reason.MALFORMED_REQUEST,
                 f"version: must not start with {_LOADING!r}",
                 param="version",
             )
-        if not await asyncio.to_thread(lambda: any(directory.glob("*.safetensors"))):
+        directory = Path(update.path)
+        if not await asyncio.to_thread(_has_weights, directory):
             raise ForestError(
                 Reason.MALFORMED_REQUEST,
                 "path: no *.safetensors in this directory on the server; give the directory of a "
@@ -165,3 +167,10 @@ class EngineControl:
         return EngineState(
             paused=await self._engine.is_paused(), weight_version=await self.weight_version()
         )
+
+
+def _has_weights(directory: Path) -> bool:
+    try:
+        return any(directory.glob("*.safetensors"))
+    except (OSError, ValueError):
+        return False  # A name too long, or one with a NUL.

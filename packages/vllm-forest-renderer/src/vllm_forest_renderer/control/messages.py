@@ -5,6 +5,7 @@ an `ErrorBody` with a `Reason`; a refusal that repeats itself carries `x-should-
 only `store_unavailable` (503) invites a retry.
 """
 
+import json
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -57,7 +58,9 @@ def refusal(error: ForestError | ShardError) -> Response:
     )
 
 
-async def read_body(request: Request, kind: type[T], *, default: T | None = None) -> T:
+async def read_body(
+    request: Request, kind: type[T], *, default: T | None = None, max_bytes: int = MAX_BODY
+) -> T:
     """The request's body as a `kind`; `default`, where there is one, for an empty body.
 
     Raises `ForestError` (`malformed_request`) for a body that is too large or does not fit.
@@ -65,13 +68,26 @@ async def read_body(request: Request, kind: type[T], *, default: T | None = None
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
-        if len(data) > MAX_BODY:
+        if len(data) > max_bytes:
             raise ForestError(
-                Reason.MALFORMED_REQUEST, f"body: larger than {MAX_BODY} bytes", param="body"
+                Reason.MALFORMED_REQUEST, f"body: larger than {max_bytes} bytes", param="body"
             )
     if not data and default is not None:
         return default
     try:
         return msgspec.json.decode(bytes(data), type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise ForestError(Reason.MALFORMED_REQUEST, f"body: {error}", param="body") from error
+        raise ForestError(
+            Reason.MALFORMED_REQUEST, f"body: {_complaint(error, bytes(data))}", param="body"
+        ) from error
+
+
+def _complaint(error: Exception, data: bytes) -> str:
+    """msgspec's message, except where it takes half of a surrogate pair for a missing end."""
+    if "truncated" in str(error):
+        try:
+            json.loads(data)
+        except (ValueError, RecursionError):
+            return str(error)
+        return "a string with half of a surrogate pair (\\ud800 to \\udfff) is no text"
+    return str(error)

@@ -15,7 +15,7 @@ from fastapi import Response
 from fastapi.responses import StreamingResponse
 
 _PIECE = 1 << 20
-_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+_RANGE = re.compile(r"bytes=([0-9]{0,19})-([0-9]{0,19})")
 
 
 class UnsatisfiableRange(ValueError):

@@ -5,6 +5,7 @@ used and never becomes a path by itself; errors carry a `Reason`, never content 
 """
 
 import asyncio
+import logging
 import math
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol
@@ -29,6 +30,8 @@ from vllm_forest_renderer.errors import ForestError
 from vllm_forest_renderer.ledger import Ledger
 from vllm_forest_renderer.names import check_partition, check_shard
 from vllm_forest_renderer.store import DeltaSink, ShardFiles
+
+logger = logging.getLogger("vllm.forest")
 
 _LONGEST_WAIT = 3600.0
 
@@ -77,6 +80,10 @@ def control_router(services: Callable[[Request], ControlServices]) -> APIRouter:
                 return await handler(found, request)
             except (ForestError, ShardError) as error:
                 return refusal(error)
+            except Exception as error:
+                logger.exception("%s %s failed", request.method, request.url.path)
+                what = f"{type(error).__name__}; the server's log says more"
+                return refusal(ForestError(Reason.ENGINE_ERROR, what))
 
         return endpoint
 

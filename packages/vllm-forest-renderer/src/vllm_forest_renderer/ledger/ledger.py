@@ -28,7 +28,7 @@ from vllm_forest_renderer.ledger.attempts import SealPlan
 from vllm_forest_renderer.ledger.calls import Intent
 from vllm_forest_renderer.ledger.database import LedgerReader, open_database
 from vllm_forest_renderer.ledger.writer import LedgerWriter
-from vllm_forest_renderer.names import check_attempt_id, check_partition
+from vllm_forest_renderer.names import check_attempt_id, check_label, check_partition
 from vllm_forest_renderer.process import ProcessIdentity
 from vllm_forest_renderer.store.protocol import DeltaSink
 
@@ -101,7 +101,9 @@ class Ledger:
         self._receipt_reader.close()
 
     async def open_attempt(self, body: OpenAttempt) -> AttemptOpened:
-        """A fresh attempt. Raises `ForestError` for a bad partition name, `StoreUnavailable`."""
+        """A fresh attempt. Raises `ForestError` for a bad name, `StoreUnavailable`."""
+        check_label(body.rollout_id, "rollout_id")
+        check_label(body.group_id, "group_id")
         await self._sink.prepare(check_partition(body.partition))
         attempt_id = await self._write(lambda db: attempts.open_attempt(db, body))
         return AttemptOpened(attempt_id=attempt_id, base_path=f"{ATTEMPT_PREFIX}/{attempt_id}")

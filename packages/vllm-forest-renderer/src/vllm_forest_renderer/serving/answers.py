@@ -5,10 +5,9 @@ behind may be retried by a client on its own, everything else says `x-should-ret
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
-from fastapi import Request, Response
+from fastapi import Response
 from forest_schema.control import ErrorBody
 from forest_schema.reasons import EFFECTS, Effect, Reason
 
@@ -62,23 +61,3 @@ class Failure:
             headers={} if retryable else {"x-should-retry": "false"},
             media_type="application/json",
         )
-
-
-async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The request's body. Raises `ForestError` (`malformed_request`)."""
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > max_bytes:
-            raise ForestError(
-                Reason.MALFORMED_REQUEST,
-                f"body: larger than {max_bytes} bytes; raise max_body_bytes to admit it",
-                param="body",
-            )
-    try:
-        body = msgspec.json.decode(bytes(data))
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ForestError(Reason.MALFORMED_REQUEST, f"body: {error}", param="body") from error
-    if not isinstance(body, dict):
-        raise ForestError(Reason.MALFORMED_REQUEST, "body: must be a JSON object", param="body")
-    return body

@@ -36,13 +36,16 @@ class ChatAdapter:
         """See `ApiAdapter`."""
         check_fields(body)
         messages = check_messages(body.get("messages"))
-        streaming = bool(body.get("stream")) and self._incremental
-        request = {**body, "messages": [_for_vllm(message) for message in messages]}
-        if not streaming:
-            request |= {"stream": False, "stream_options": None}
+        history = normalised(normalize_chat, messages)
+        request = parsed(
+            compat.ChatCompletionRequest,
+            {**body, "messages": [_for_vllm(message) for message in messages]},
+        )
+        if not self._incremental:
+            request.stream, request.stream_options = False, None
         return Prepared(
-            history=normalised(normalize_chat, messages),
-            request=parsed(compat.ChatCompletionRequest, request),
+            history=history,
+            request=request,
             model=body.get("model") or self._default_model,
         )
 

@@ -12,6 +12,7 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from forest_schema.control import MeasureAnswer
+from forest_schema.reasons import Reason
 
 from vllm_forest_renderer import compat, metrics
 from vllm_forest_renderer.capture.service import CaptureService
@@ -77,6 +78,16 @@ class CapturedApi:
             )
         except ForestError as error:
             raise Ended(Failure.of(error, intent_written=False)) from error
+        except RecursionError as error:
+            deep = ForestError(Reason.MALFORMED_REQUEST, "body: nested too deeply", param="body")
+            raise Ended(Failure.of(deep, intent_written=False)) from error
+        except Exception as error:
+            # Some of vLLM's validators raise errors of its own out of pydantic.
+            refused = compat.create_error_response(error).error
+            failure = Failure.upstream(
+                refused.message, refused.code, refused.param, intent_written=False
+            )
+            raise Ended(failure) from error
         # The hooks find the call in the context of this task.
         CURRENT.set(call)
         return prepared, call

@@ -84,6 +84,8 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 def check_fields(body: Mapping[str, Any]) -> None:
     """Refuse what changes or bypasses the captured prompt. Raises `ForestError`."""
+    if not isinstance(body.get("stream"), bool | None):
+        raise ForestError(Reason.MALFORMED_REQUEST, "stream: must be true or false", param="stream")
     for name, refused, advice in _UNSUPPORTED:
         if name in body and refused(body[name]):
             raise ForestError(Reason.UNSUPPORTED_REQUEST, f"{name}: {advice}", param=name)

@@ -6,10 +6,12 @@ from typing import Any, Protocol
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from forest_schema.control import ATTEMPT_PREFIX
+from starlette.types import Receive, Scope, Send
 
 from vllm_forest_renderer import compat
+from vllm_forest_renderer.control.messages import read_body
 from vllm_forest_renderer.errors import ForestError
-from vllm_forest_renderer.serving.answers import Failure, read_json
+from vllm_forest_renderer.serving.answers import Failure
 
 
 class CapturedRoutes(Protocol):
@@ -71,7 +73,7 @@ def serving_router(services: Callable[[Request], ServingServices]) -> APIRouter:
         async def endpoint(raw_request: Request) -> Any:
             found = services(raw_request)
             try:
-                body = await read_json(raw_request, found.max_body_bytes)
+                body = await read_body(raw_request, dict[str, Any], max_bytes=found.max_body_bytes)
             except ForestError as error:
                 return Failure.of(error, intent_written=False).response()
             return await run((pick(found, body), body), raw_request)
@@ -101,3 +103,12 @@ def serving_router(services: Callable[[Request], ServingServices]) -> APIRouter:
         "/models", models, methods=["GET"], name="forest_models", response_model=None
     )
     return router
+
+
+async def unknown_route(scope: Scope, receive: Receive, send: Send) -> None:
+    """ASGI application for everything below the prefix that no route answers."""
+    asked = f"{scope.get('method', scope['type'])} {scope['path']}"
+    failure = Failure.upstream(
+        f"there is no {asked[:200]}: see docs/http.md", 404, None, intent_written=False
+    )
+    await failure.response()(scope, receive, send)
