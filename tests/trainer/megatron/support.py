@@ -49,8 +49,12 @@ def tiny_checkpoint(directory: Path, *, tied: bool = False, vocab: int = VOCAB) 
         attention_bias=False,
         dtype="float32",
     )
+    return _save_random(transformers.Qwen3ForCausalLM(config), directory)
+
+
+def _save_random(model: Any, directory: Path) -> Path:
     generator = torch.Generator().manual_seed(11)
-    model = transformers.Qwen3ForCausalLM(config).float()
+    model = model.float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -58,6 +62,28 @@ def tiny_checkpoint(directory: Path, *, tied: bool = False, vocab: int = VOCAB) 
     model.save_pretrained(directory)
     (directory / "tokenizer.json").write_text(json.dumps({"made": "for tests"}), encoding="utf-8")
     return directory
+
+
+def tiny_mixture(directory: Path) -> Path:
+    """A random two-layer Qwen3 mixture of four experts, saved as transformers saves it."""
+    transformers = import_transformers()
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        rope_theta=1e6,
+        dtype="float32",
+    )
+    return _save_random(transformers.Qwen3MoeForCausalLM(config), directory)
 
 
 def make_config(**overrides: Any) -> Config:
@@ -245,23 +271,19 @@ def make_step(
 
 
 def full_gradients(learner: Any) -> dict[str, NDArray[np.float32]]:
-    """The step's gradients under Hugging Face names, joined over tensor-parallel ranks."""
-    import torch.distributed as dist
+    """This rank's gradients of the step under Hugging Face names, joined over tensor-parallel
+    ranks.
+    """
     from megatron.core import parallel_state
     from megatron_forest_trainer.model import hf_io, weight_map
 
-    group = parallel_state.get_tensor_model_parallel_group()
     gradients: dict[str, NDArray[np.float32]] = {}
-    for name, parameter in hf_io._canonical_parameters(learner.module, learner.shape):
+    for name, parameter in hf_io.canonical_parameters(learner.module, learner.shape):
         if name.startswith("embedding") and not parallel_state.is_pipeline_first_stage():
             continue
         if not parameter.requires_grad:
             continue
-        full = parameter.main_grad.detach().clone()
-        if hf_io._is_divided(parameter, group.size()):
-            parts = [torch.empty_like(full) for _ in range(group.size())]
-            dist.all_gather(parts, full.contiguous(), group=group)
-            full = weight_map.join_ranks(name, parts, partition_dim=parameter.partition_dim)
+        full = hf_io.join_parameter(name, parameter, parameter.main_grad.detach().clone())
         for key, value in weight_map.to_hugging_face(name, full, learner.shape).items():
             gradients[key] = value.numpy().copy()
     return gradients
@@ -322,7 +344,7 @@ def per_call_oracle(
     """Hugging Face's own model, one forward pass per call, the loss written out per token."""
     model = (
         import_transformers()
-        .Qwen3ForCausalLM.from_pretrained(hf_dir, attn_implementation="eager")
+        .AutoModelForCausalLM.from_pretrained(hf_dir, attn_implementation="eager")
         .float()
     )
     return oracle_of(
@@ -366,7 +388,25 @@ def oracle_of(
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
-    return Oracle(float(total.detach()) / tokens, tokens, gradients, logprobs)
+    return Oracle(float(total.detach()) / tokens, tokens, _by_expert(gradients), logprobs)
+
+
+def _by_expert(gradients: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """transformers computes with a layer's experts in two arrays, and saves them one by one."""
+    found: dict[str, NDArray[Any]] = {}
+    for name, values in gradients.items():
+        prefix, dot, kind = name.partition(".experts.")
+        if not dot:
+            found[name] = values
+            continue
+        for number, expert in enumerate(values):
+            path = f"{prefix}.experts.{number}"
+            if kind == "down_proj":
+                found[f"{path}.down_proj.weight"] = expert
+            else:
+                gate, up = np.split(expert, 2)
+                found |= {f"{path}.gate_proj.weight": gate, f"{path}.up_proj.weight": up}
+    return found
 
 
 def assert_gradients_close(

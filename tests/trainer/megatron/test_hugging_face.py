@@ -21,7 +21,10 @@ from tests.trainer.megatron.support import VOCAB, make_config
 
 CFG = "policy__megatron_cfg__"
 TENSOR = {f"{CFG}tensor_model_parallel_size": 2}
+SEQUENCE = TENSOR | {f"{CFG}sequence_parallel": True}
 PIPELINE = {f"{CFG}pipeline_model_parallel_size": 2}
+EXPERT = {f"{CFG}expert_model_parallel_size": 2}
+EXPERT_TENSOR = SEQUENCE | {f"{CFG}expert_tensor_parallel_size": 2}
 
 
 def tokens() -> torch.Tensor:
@@ -61,7 +64,10 @@ def weights_of(directory: Path) -> dict[str, torch.Tensor]:
 )
 def test_logits_agree_and_the_export_is_bit_equal(request, tmp_path, which, ranks, overrides):
     source = request.getfixturevalue(which)
-    target = tmp_path / "export"
+    assert_agrees_and_exports(source, tmp_path / "export", ranks, overrides)
+
+
+def assert_agrees_and_exports(source, target, ranks, overrides):
     results = run_ranks(logits_and_export, make_config(**overrides), source, target, ranks=ranks)
 
     before, after = weights_of(source), weights_of(target)
@@ -69,14 +75,34 @@ def test_logits_agree_and_the_export_is_bit_equal(request, tmp_path, which, rank
     assert all(torch.equal(before[name], after[name]) for name in before)
     copied = {path.name for path in source.iterdir() if path.suffix != ".safetensors"}
     assert copied <= {path.name for path in target.iterdir()}
-    assert not list(tmp_path.glob(".*.partial"))
+    assert not list(target.parent.glob(".*.partial"))
 
-    model = import_transformers().Qwen3ForCausalLM.from_pretrained(target).float()
+    model = import_transformers().AutoModelForCausalLM.from_pretrained(target).float()
     with torch.no_grad():
         expected = model(tokens()).logits.numpy()
     for logits in results:
         if logits is not None:
             assert np.abs(logits - expected).max() < 1e-5
+
+
+@pytest.mark.requirement("K5")
+@pytest.mark.parametrize(
+    ("ranks", "overrides", "change"),
+    [
+        (1, {}, {}),
+        (1, {}, {"norm_topk_prob": False}),
+        (2, EXPERT, {}),
+        (2, PIPELINE, {}),
+        (2, SEQUENCE | EXPERT, {}),
+        (2, EXPERT_TENSOR, {}),
+    ],
+    ids=["one", "unscaled", "expert", "pipeline", "tensor", "expert-tensor"],
+)
+def test_a_mixture_agrees_and_its_export_is_bit_equal(tmp_path, mixture, ranks, overrides, change):
+    mixture = shutil.copytree(mixture, tmp_path / "source")
+    config = json.loads((mixture / "config.json").read_text())
+    (mixture / "config.json").write_text(json.dumps(config | change))
+    assert_agrees_and_exports(mixture, tmp_path / "export", ranks, overrides)
 
 
 def test_sharded_checkpoints_are_read_and_large_ones_written_in_shards(
@@ -157,7 +183,6 @@ def load_error(config, hf_dir) -> str:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe'"),
         ({"model_type": "llama"}, "supports 'qwen3'"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),

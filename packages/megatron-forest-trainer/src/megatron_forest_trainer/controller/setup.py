@@ -241,6 +241,7 @@ def _shape(config: Config) -> BatchShape:
         pipeline=cfg.pipeline_model_parallel_size,
         context=cfg.context_parallel_size,
         expert=cfg.expert_model_parallel_size,
+        expert_tensor=cfg.expert_tensor_parallel_size,
         sequence_parallel=cfg.sequence_parallel,
     )
     try:

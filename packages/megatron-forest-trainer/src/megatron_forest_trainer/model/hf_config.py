@@ -1,4 +1,4 @@
-"""Reading a Hugging Face `config.json` of a dense Qwen3 or a Qwen2.5-VL model.
+"""Reading a Hugging Face `config.json` of a Qwen3, Qwen3-MoE or Qwen2.5-VL model.
 
 Guarantees: every field that changes what the model computes is either represented in `ModelShape`
 or refused by name with the value that would be accepted. Nothing here imports torch or Megatron.
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _VISION_MODEL = "qwen2_5_vl"
+_MIXTURE_MODEL = "qwen3_moe"
 
 
 class UnsupportedModelError(ValueError):
@@ -30,6 +31,19 @@ class VisionShape:
     """Rotary frequencies that turn with the temporal, the vertical and the horizontal position."""
     tower: dict[str, Any]
     """`vision_config`: what transformers builds the tower from."""
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureShape:
+    """The experts that stand in for the MLP of every layer."""
+
+    experts: int
+    top_k: int
+    """Experts per token."""
+    ffn_hidden_size: int
+    """Inner size of one expert."""
+    normalized: bool
+    """The chosen experts' weights are scaled to sum to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +71,14 @@ class ModelShape:
     """Query, key and value projections have a bias (Qwen2.5)."""
     vision: VisionShape | None = None
     """None for a model that reads text only."""
+    mixture: MixtureShape | None = None
+    """None for a dense model."""
 
 
 def read_model_shape(hf_dir: Path) -> ModelShape:
     """The shape of the model in `hf_dir`.
 
-    Raises `UnsupportedModelError`, naming the field, for anything but a dense Qwen3 or Qwen2.5-VL.
+    Raises `UnsupportedModelError`, naming the field, for anything but these models.
     """
     path = hf_dir / "config.json"
     try:
@@ -80,7 +96,7 @@ def read_model_shape(hf_dir: Path) -> ModelShape:
 def parse_model_shape(config: dict[str, Any], *, where: str) -> ModelShape:
     """The shape that the parsed `config.json` describes; `where` names it in errors."""
     check = _Checker(config, where)
-    check.value("model_type", ("qwen3", _VISION_MODEL), required=True)
+    check.value("model_type", ("qwen3", _MIXTURE_MODEL, _VISION_MODEL), required=True)
     sees = config["model_type"] == _VISION_MODEL
     check.absent("quantization_config")
     if sees:
@@ -116,6 +132,24 @@ def parse_model_shape(config: dict[str, Any], *, where: str) -> ModelShape:
         qk_norm=not sees,
         qkv_bias=sees,
         vision=_vision_shape(check, hidden, head_dim) if sees else None,
+        mixture=_mixture_shape(check) if config["model_type"] == _MIXTURE_MODEL else None,
+    )
+
+
+def _mixture_shape(check: "_Checker") -> MixtureShape:
+    check.value("decoder_sparse_step", (1,))
+    if check.config.get("mlp_only_layers"):
+        check.refuse("mlp_only_layers", check.config["mlp_only_layers"], "experts in every layer")
+    # transformers 5 writes the other name.
+    field = "num_experts" if "num_experts" in check.config else "num_local_experts"
+    experts, top_k = check.integer(field), check.integer("num_experts_per_tok")
+    if top_k > experts:
+        check.refuse("num_experts_per_tok", top_k, f"at most {field} ({experts})")
+    return MixtureShape(
+        experts=experts,
+        top_k=top_k,
+        ffn_hidden_size=check.integer("moe_intermediate_size"),
+        normalized=bool(check.config.get("norm_topk_prob", False)),
     )
 
 

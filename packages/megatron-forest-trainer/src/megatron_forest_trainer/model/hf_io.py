@@ -67,15 +67,20 @@ def load_weights(model: Any, shape: ModelShape, directory: Path) -> None:
         frozenset(checkpoint.files), shape, where=str(checkpoint.directory)
     )
     _check_tower_names(model, shape, checkpoint)
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
-    vocab_rows = padded_vocab_size(shape.vocab_size, ranks)
+    vocab_rows = padded_vocab_size(
+        shape.vocab_size, parallel_state.get_tensor_model_parallel_world_size()
+    )
     with torch.no_grad():
-        for name, parameter in _canonical_parameters(model, shape):
+        for name, parameter in canonical_parameters(model, shape):
             full = weight_map.merge_parameter(name, checkpoint.read, shape, vocab_rows=vocab_rows)
-            if _is_divided(parameter, ranks):
+            group = _division(parameter)
+            if group is not None:
                 full = weight_map.slice_for_rank(
-                    name, full, partition_dim=parameter.partition_dim, rank=rank, ranks=ranks
+                    name,
+                    full,
+                    partition_dim=parameter.partition_dim,
+                    rank=group.rank(),
+                    ranks=group.size(),
                 )
             if full.shape != parameter.shape:
                 raise ValueError(
@@ -90,9 +95,9 @@ def export_weights(
 ) -> None:
     """Write the model as the Hugging Face directory `target`; collective over all ranks.
 
-    `source` is the directory that the model came from: its other files are copied. Every pipeline
-    stage writes its own shards, through the first rank of its tensor- and data-parallel groups.
-    Raises `FileExistsError` where `target` exists, on every rank.
+    `source` is the directory that the model came from: its other files are copied. A tensor is
+    written by the first of the ranks that hold the same part of the model. Raises
+    `FileExistsError` where `target` exists, on every rank.
     """
     if _any_rank(target.exists()):
         raise FileExistsError(f"{target}: exists; an export never overwrites a checkpoint")
@@ -101,25 +106,18 @@ def export_weights(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    writer = (
-        parallel_state.get_tensor_model_parallel_rank() == 0
-        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-    )
     written: dict[str, str] = {}
     size = 0
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in _export_tensors(model, shape, dtype):
-        if not writer:
-            continue
         nbytes = tensor.numel() * tensor.element_size()
         if tensors and size + nbytes > MAX_SHARD_BYTES:
-            _write_shard(partial, stage, tensors, written)
+            _write_shard(partial, tensors, written)
             tensors, size = {}, 0
         tensors[name] = tensor
         size += nbytes
-    if writer:
-        _write_shard(partial, stage, tensors, written)
+    if tensors:
+        _write_shard(partial, tensors, written)
     gathered: list[dict[str, str] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, written)
     if dist.get_rank() == 0:
@@ -151,17 +149,46 @@ def _any_rank(flag: bool) -> bool:
     return any(flags)
 
 
-def _is_divided(parameter: torch.Tensor, ranks: int) -> bool:
-    return ranks > 1 and bool(getattr(parameter, "tensor_model_parallel", False))
+def _is_expert(parameter: torch.Tensor) -> bool:
+    """Megatron marks what it does not reduce over all data-parallel ranks."""
+    return not getattr(parameter, "allreduce", True)
 
 
-def _canonical_parameters(
-    model: Any, shape: ModelShape
-) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def _division(parameter: torch.Tensor) -> Any:
+    """The group over which `parameter` is divided; None where each rank holds all of it."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return None
+    group = (
+        parallel_state.get_expert_tensor_parallel_group()
+        if _is_expert(parameter)
+        else parallel_state.get_tensor_model_parallel_group()
+    )
+    return group if group.size() > 1 else None
+
+
+def _writes(parameter: torch.Tensor) -> bool:
+    """Whether this rank exports `parameter` for all that hold the same part of the model."""
+    if _is_expert(parameter):
+        return (
+            parallel_state.get_expert_tensor_parallel_rank() == 0
+            and parallel_state.get_expert_data_parallel_rank() == 0
+        )
+    return (
+        parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    )
+
+
+def canonical_parameters(model: Any, shape: ModelShape) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """This rank's parameters under their names in the whole model."""
     first_layer = get_transformer_layer_offset(model.config)
+    experts = shape.mixture.experts if shape.mixture is not None else 0
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    first_expert = parallel_state.get_expert_model_parallel_rank() * (experts // ranks)
     for local_name, parameter in model.named_parameters():
-        name = weight_map.canonical_name(local_name, first_layer=first_layer)
+        name = weight_map.canonical_name(
+            local_name, first_layer=first_layer, first_expert=first_expert
+        )
         if shape.tied_embeddings and name == "output_layer.weight":
             # A last pipeline stage holds its own copy of the tied embedding.
             name = "embedding.word_embeddings.weight"
@@ -171,27 +198,33 @@ def _canonical_parameters(
 def _export_tensors(
     model: Any, shape: ModelShape, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Undivided Hugging Face tensors of this stage; collective over the tensor-parallel group."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    """Undivided Hugging Face tensors that this rank writes; collective over all ranks."""
     first_stage = parallel_state.is_pipeline_first_stage()
-    for name, parameter in _canonical_parameters(model, shape):
+    for name, parameter in canonical_parameters(model, shape):
         if name == "embedding.word_embeddings.weight" and not first_stage:
             continue
-        full = parameter.detach()
-        if _is_divided(parameter, ranks):
-            parts = [torch.empty_like(full) for _ in range(ranks)]
-            dist.all_gather(parts, full.contiguous(), group=group)
-            full = weight_map.join_ranks(name, parts, partition_dim=parameter.partition_dim)
+        full = join_parameter(name, parameter, parameter.detach())
+        if not _writes(parameter):
+            continue
         for hugging_face, tensor in weight_map.to_hugging_face(name, full, shape).items():
             yield hugging_face, tensor.to(device="cpu", dtype=dtype).contiguous()
 
 
+def join_parameter(name: str, parameter: torch.nn.Parameter, values: torch.Tensor) -> torch.Tensor:
+    """`values`, divided over ranks as `parameter` is, in one; collective over these ranks."""
+    group = _division(parameter)
+    if group is None:
+        return values
+    parts = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(parts, values.contiguous(), group=group)
+    return weight_map.join_ranks(name, parts, partition_dim=parameter.partition_dim)
+
+
 def _write_shard(
-    directory: Path, stage: int, tensors: dict[str, torch.Tensor], written: dict[str, str]
+    directory: Path, tensors: dict[str, torch.Tensor], written: dict[str, str]
 ) -> None:
     number = len(set(written.values()))
-    file = f"model-stage{stage:03d}-{number:05d}.safetensors"
+    file = f"model-rank{dist.get_rank():05d}-{number:05d}.safetensors"
     save_file(
         {name: tensor.clone() for name, tensor in tensors.items()},
         directory / file,

@@ -38,10 +38,13 @@ class Parallelism:
                 f"context_parallel_size {self.context} = {model}; change the sizes or the number "
                 "of ranks"
             )
-        if (world_size // model) % self.expert:
+        experts = self.expert_tensor * self.expert * self.pipeline
+        if world_size % experts:
             raise ValueError(
-                f"expert_model_parallel_size {self.expert} does not divide the "
-                f"{world_size // model} data-parallel ranks"
+                f"{world_size} ranks are not a multiple of expert_tensor_parallel_size "
+                f"{self.expert_tensor} x expert_model_parallel_size {self.expert} x "
+                f"pipeline_model_parallel_size {self.pipeline} = {experts}; change the sizes or "
+                "the number of ranks"
             )
         return world_size // model
 

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_forest_trainer.model.attention import SDPAVarlenAttention
-from megatron_forest_trainer.model.hf_config import ModelShape
+from megatron_forest_trainer.model.hf_config import MixtureShape, ModelShape
 from megatron_forest_trainer.model.norms import LocalRMSNorm
 from megatron_forest_trainer.model.parallel import Parallelism
 from megatron_forest_trainer.model.vision_language import VisionLanguageModel
@@ -48,8 +48,9 @@ def transformer_config(
 
     `recompute` trades time for memory: activations of every layer are computed again in the
     backward pass. `overrides` are `TransformerConfig` fields set last.
-    Raises `ValueError` where the layers do not divide over the pipeline stages or the heads over
-    the tensor-parallel ranks.
+    Raises `ValueError` where the layers do not divide over the pipeline stages, the heads over the
+    tensor-parallel ranks or the experts over the expert-parallel ones, or for a layout in which
+    Megatron would not train the experts exactly.
     """
     if shape.num_layers % parallelism.pipeline:
         raise ValueError(
@@ -61,6 +62,14 @@ def transformer_config(
             f"the model's {shape.num_query_groups} key/value heads do not divide over "
             f"tensor_model_parallel_size {parallelism.tensor}"
         )
+    experts = 1 if shape.mixture is None else shape.mixture.experts
+    if experts % parallelism.expert:
+        raise ValueError(
+            f"the model's {experts} expert(s) do not divide over expert_model_parallel_size "
+            f"{parallelism.expert}"
+        )
+    if shape.mixture is not None:
+        _check_expert_layout(parallelism)
     fused = use_transformer_engine()
     fields: dict[str, Any] = {
         "num_layers": shape.num_layers,
@@ -101,6 +110,8 @@ def transformer_config(
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
     }
+    if shape.mixture is not None:
+        fields |= _mixture_fields(shape.mixture)
     if recompute:
         fields |= {
             "recompute_granularity": "full",
@@ -110,11 +121,44 @@ def transformer_config(
     return TransformerConfig(**(fields | (overrides or {})))
 
 
+def _check_expert_layout(parallelism: Parallelism) -> None:
+    if parallelism.tensor > 1 and not parallelism.sequence_parallel:
+        raise ValueError(
+            f"a mixture of experts with tensor_model_parallel_size {parallelism.tensor} needs "
+            "sequence_parallel: true"
+        )
+    if parallelism.expert == 1 and parallelism.expert_tensor != parallelism.tensor:
+        # Megatron reduces the gradients of such experts like those of undivided layers.
+        raise ValueError(
+            f"a mixture of experts with expert_model_parallel_size 1 needs "
+            f"expert_tensor_parallel_size {parallelism.tensor}, as tensor_model_parallel_size"
+        )
+
+
+def _mixture_fields(mixture: MixtureShape) -> dict[str, Any]:
+    return {
+        "num_moe_experts": mixture.experts,
+        "moe_router_topk": mixture.top_k,
+        "moe_ffn_hidden_size": mixture.ffn_hidden_size,
+        # A softmax over the chosen logits is the whole softmax with the chosen scaled to sum to 1.
+        "moe_router_pre_softmax": not mixture.normalized,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+    }
+
+
 def layer_specs(config: TransformerConfig) -> Any:
     """What the transformer block is made of."""
     if use_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm
+        )
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
     layer.submodules.input_layernorm = LocalRMSNorm
     layer.submodules.pre_mlp_layernorm = LocalRMSNorm
     attention = layer.submodules.self_attention.submodules

@@ -1,12 +1,12 @@
-"""Names and layouts of Qwen3 and Qwen2.5-VL weights, in Hugging Face's form and in Megatron's.
+"""Names and layouts of weights in Hugging Face's form and in Megatron's (Qwen3, Qwen2.5-VL).
 
 Guarantees: `to_megatron` and `to_hugging_face` are exact inverses (they move values, they never
 compute), for local and for Transformer Engine layers; `slice_for_rank` and `join_ranks` are exact
 inverses too. Pure functions of tensors; no process group, no file.
 
 Megatron keeps query, key and value in one matrix, grouped by key/value head, and the MLP's gate and
-up projections in another, each half split over the tensor-parallel ranks by itself. A vision tower
-is the transformers module; its tensors pass unchanged.
+up projections in another, each half split over the tensor-parallel ranks by itself. An expert is
+such an MLP. A vision tower is the transformers module; its tensors pass unchanged.
 """
 
 import re
@@ -30,9 +30,12 @@ _LAYER = {
     ),
     "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
     "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
-    "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
 }
+_MLP = {
+    "linear_fc1.weight": ("gate_proj.weight", "up_proj.weight"),
+    "linear_fc2.weight": ("down_proj.weight",),
+}
+_ROUTER = {"mlp.router.weight": ("mlp.gate.weight",)}
 _QKV_BIAS = {
     "self_attention.linear_qkv.bias": (
         "self_attn.q_proj.bias",
@@ -49,6 +52,7 @@ _TRANSFORMER_ENGINE = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+_EXPERT_NAME = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.+)$")
 _LAYER_NAME = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _TOWER = "vision_model."
 """Prefix of the vision tower's parameters in the model."""
@@ -57,16 +61,24 @@ TOWER_PREFIX = "visual."
 _VOCAB_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-def canonical_name(name: str, *, first_layer: int) -> str:
+def canonical_name(name: str, *, first_layer: int, first_expert: int = 0) -> str:
     """A parameter's name in an undivided model of local layers.
 
-    `first_layer` is the number of the pipeline stage's first layer in the whole model.
+    `first_layer` and `first_expert` are the numbers that this rank's first ones have in the whole
+    model.
     """
     match = _LAYER_NAME.match(name)
     if match is None:
         return name
     number, rest = int(match[1]) + first_layer, match[2]
+    expert = _EXPERT_NAME.match(rest)
+    if expert is not None:
+        rest = _expert(int(expert[1]) + first_expert, expert[2])
     return f"decoder.layers.{number}.{_TRANSFORMER_ENGINE.get(rest, rest)}"
+
+
+def _expert(number: int, parameter: str) -> str:
+    return f"mlp.experts.local_experts.{number}.{parameter}"
 
 
 def hugging_face_names(name: str) -> tuple[str, ...]:
@@ -76,17 +88,33 @@ def hugging_face_names(name: str) -> tuple[str, ...]:
     """
     match = _LAYER_NAME.match(name)
     if match is not None:
-        tails = (_LAYER | _QKV_BIAS | _QK_NORM)[match[2]]
-        return tuple(f"model.layers.{match[1]}.{tail}" for tail in tails)
+        return tuple(f"model.layers.{match[1]}.{tail}" for tail in _layer_tails(match[2]))
     if name.startswith(_TOWER):
         return (TOWER_PREFIX + name.removeprefix(_TOWER),)
     return (_TOP[name],)
 
 
+def _layer_tails(parameter: str) -> tuple[str, ...]:
+    expert = _EXPERT_NAME.match(parameter)
+    if expert is not None:
+        return tuple(f"mlp.experts.{expert[1]}.{tail}" for tail in _MLP[expert[2]])
+    if parameter.startswith("mlp.linear_"):
+        return tuple(f"mlp.{tail}" for tail in _MLP[parameter.removeprefix("mlp.")])
+    return (_LAYER | _QKV_BIAS | _QK_NORM | _ROUTER)[parameter]
+
+
 def layer_parameters(shape: ModelShape) -> tuple[str, ...]:
     """Canonical names of one layer's parameters, behind `decoder.layers.N.`."""
     optional = (_QKV_BIAS if shape.qkv_bias else {}) | (_QK_NORM if shape.qk_norm else {})
-    return tuple(_LAYER | optional)
+    if shape.mixture is None:
+        return (*_LAYER, *optional, *(f"mlp.{name}" for name in _MLP))
+    experts = range(shape.mixture.experts)
+    return (
+        *_LAYER,
+        *optional,
+        *_ROUTER,
+        *(_expert(number, name) for number in experts for name in _MLP),
+    )
 
 
 def checkpoint_names(shape: ModelShape) -> frozenset[str]:
