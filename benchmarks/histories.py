@@ -97,6 +97,7 @@ class Captured:
             calls=self.records,
             resolver=SourceHistoryResolver(),
             history_tokens=self.prefixes.history,
+            stored_media=_refuse,
             admit=_refuse,
         )
 
@@ -128,6 +129,7 @@ def captured(
             calls=(),
             resolver=SourceHistoryResolver(),
             history_tokens=_refuse,
+            stored_media=_refuse,
             admit=_refuse,
             render_option_digest=options,
             predecessor=Predecessor(records[-1], False) if records else None,

@@ -73,6 +73,8 @@ class SourceItem(msgspec.Struct, frozen=True):
     """Exposed reasoning of an assistant turn; None where there is none."""
     native_ids: tuple[str, ...] = ()
     """Ids that the server gave (tool calls, Responses items), in order."""
+    media: tuple[str, ...] = ()
+    """Identities of its images, in order."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,10 @@ class SourceHistory:
     call_numbers: Mapping[str, int] = field(repr=False, default_factory=dict)
     """Tool-call id -> number of the newest call with this id; calls are numbered from 1."""
     call_count: int = 0
+
+    def media(self, stop: int | None = None) -> tuple[str, ...]:
+        """Identities of the images in items `[0, stop)`, in order."""
+        return tuple(identity for item in self.items[:stop] for identity in item.media)
 
     def reasoning(self, start: int, stop: int) -> tuple[tuple[int, str], ...]:
         """(item index, fingerprint) of the reasoning in items `[start, stop)`."""
@@ -352,13 +358,21 @@ class _Turn:
             equivalence_fingerprint=loose_print,
             reasoning_fingerprint=_reasoning_fingerprint("\n".join(self.reasoning)),
             native_ids=tuple(self.native_ids),
+            media=tuple(identity for content in contents for identity in _media(content)),
         )
 
 
-def _plain(role: str, value: Any, native_id: Any = None) -> SourceItem:
+def _plain(role: str, value: list[Any], content: Any, native_id: Any = None) -> SourceItem:
     mark = _fingerprint(_ITEM_DOMAIN, [role, value])
     ids = (native_id,) if isinstance(native_id, str) else ()
-    return SourceItem(role, mark, mark, native_ids=ids)
+    return SourceItem(role, mark, mark, native_ids=ids, media=_media(content))
+
+
+def _media(content: Any) -> tuple[str, ...]:
+    """Identities of the images in canonical content."""
+    if not isinstance(content, list):
+        return ()
+    return tuple(part[1] for part in content if part[0] == "image")
 
 
 def _extras(message: Mapping[str, Any], known: frozenset[str]) -> list[Any]:
@@ -416,10 +430,10 @@ class _ChatReader(_Reader):
             return self._assistant(message, extras, param)
         content = _content(message.get("content"), f"{param}.content")
         if role in ("system", "developer", "user"):
-            return _plain(role, [content, extras], message.get("id"))
+            return _plain(role, [content, extras], content, message.get("id"))
         if role == "tool":
             paired = self.reference(message.get("tool_call_id"), f"{param}.tool_call_id")
-            return _plain("tool", [paired, content, extras])
+            return _plain("tool", [paired, content, extras], content)
         raise ItemError(
             Reason.UNSUPPORTED_ITEM, f"{param}.role", f"message role {role!r} is not captured"
         )
@@ -458,9 +472,9 @@ class _ResponsesReader(_Reader):
     def read(self, source: Any, instructions: str | None = None) -> list[SourceItem]:
         items: list[SourceItem] = []
         if instructions:
-            items.append(_plain("system", [instructions, []]))
+            items.append(_plain("system", [instructions, []], instructions))
         if isinstance(source, str):
-            items.append(_plain("user", [source, []]))
+            items.append(_plain("user", [source, []], source))
             return items
         if not isinstance(source, _SEQUENCE):
             raise ItemError(Reason.MALFORMED_REQUEST, "input", "must be a string or a list")
@@ -508,11 +522,11 @@ class _ResponsesReader(_Reader):
         if kind == "message" and entry.get("role") in ("system", "developer", "user"):
             content = _content(entry.get("content"), f"{param}.content")
             extras = _extras(entry, frozenset({"role", "content", "id"}))
-            return _plain(entry["role"], [content, extras], entry.get("id"))
+            return _plain(entry["role"], [content, extras], content, entry.get("id"))
         if kind == "function_call_output":
             paired = self.reference(entry.get("call_id"), f"{param}.call_id")
             output = _content(entry.get("output"), f"{param}.output")
-            return _plain("tool", [paired, output, []])
+            return _plain("tool", [paired, output, []], output)
         raise ItemError(Reason.UNSUPPORTED_ITEM, f"{param}.type", f"item {kind!r} is not captured")
 
 

@@ -157,6 +157,12 @@ def test_damaged_output_is_a_recorded_failure(
             {"messages": [{"role": "user", "content": [{"type": "image_url",
              "image_url": {"url": "data:image/png;base64,AA=="}}]}]},
             "unsupported_item",
+            "messages",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video_url",
+             "video_url": {"url": "data:video/mp4;base64,AA=="}}]}]},
+            "unsupported_item",
             "messages[0].content[0]",
         ),
         ({"temperature": "warm"}, "malformed_request", "temperature"),

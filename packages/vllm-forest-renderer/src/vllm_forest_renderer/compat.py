@@ -55,6 +55,7 @@ _SIGNATURES: Mapping[str, tuple[str, ...]] = {
     ),
     "BaseRenderer.render_messages_async": ("messages", "params"),
     "BaseRenderer.get_tokenizer": (),
+    "BaseRenderer.get_mm_processor": (),
     "OpenAIServingChat.create_chat_completion": ("request", "raw_request"),
     "OpenAIServingChat.render_chat_request": ("request",),
     "OpenAIServingResponses.create_responses": ("request", "raw_request"),
@@ -256,6 +257,21 @@ def reload_leaves_old_output_layer(model_config: Any) -> bool:
 
     text_config = getattr(model_config, "hf_text_config", model_config.hf_config)
     return bool(current_platform.is_cpu() and getattr(text_config, "tie_word_embeddings", False))
+
+
+def pixel_normalization(model_config: Any) -> dict[str, Any] | None:
+    """`mean`, `std` and `rescale_factor` that the engine's vision tower applies to raw pixels;
+    None where the processor normalises them.
+    """
+    if not getattr(model_config.multimodal_config, "mm_device_do_normalize", False):
+        return None
+    module = importlib.import_module("vllm.model_executor.layers.fusion.mm_input_norm")
+    found = module._load_norm_params(model_config)
+    return {
+        "mean": tuple(found.image_mean),
+        "std": tuple(found.image_std),
+        "rescale_factor": found.rescale_factor,
+    }
 
 
 def end_token_ids(model_config: Any, tokenizer: Any) -> frozenset[int]:

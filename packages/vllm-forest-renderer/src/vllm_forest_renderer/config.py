@@ -50,6 +50,8 @@ class ForestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Pause between two comments on a buffered stream that has no answer yet."""
     hot_prefix_tokens: int = 8_000_000
     """Tokens of captured histories kept in memory for splicing (about 36 bytes each)."""
+    hot_media_bytes: int = 1 << 30
+    """Bytes of captured media tensors kept in memory for the comparison with retained images."""
     max_body_bytes: int = 64 << 20
     """Largest request body."""
 

@@ -6,7 +6,7 @@ every hook stands aside. It does not reach thread pools: hooks are coroutine met
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,9 @@ from forest_schema.records import CallRecord, SamplingRecord
 
 from vllm_forest_renderer.capture.generation import Generation
 from vllm_forest_renderer.errors import ForestError
+from vllm_forest_renderer.media.cache import Tensors
+from vllm_forest_renderer.media.items import MediaItem
+from vllm_forest_renderer.media.retained import Captured
 from vllm_forest_renderer.resolution import Candidate, PrefixResolver
 
 
@@ -41,6 +44,8 @@ class Call:
     resolver: PrefixResolver
     history_tokens: Callable[[CallRecord, tuple[CallRecord, ...]], Awaitable[list[int]]]
     """Whole token history of a committed call. Raises `ForestError` (`missing_parent_evidence`)."""
+    stored_media: Callable[[Sequence[Captured]], Awaitable[list[Tensors]]]
+    """Tensors of captured occurrences. Raises `ForestError` (`missing_parent_evidence`)."""
     admit: Callable[["Call", Any], Awaitable[None]]
     """Checks the effective sampling parameters and writes the intent. Raises `ForestError`."""
 
@@ -54,6 +59,12 @@ class Call:
     """The served prompt, as handed to the engine."""
     tail_tokens: list[int] = field(default_factory=list)
     """The part of the prompt that is not the parent's history."""
+    inherited_tokens: list[int] = field(default_factory=list)
+    """The parent's history, where it is spliced in after the processing of media."""
+    retained: Sequence[Captured] = ()
+    """Occurrences in the parent's history, in prompt order."""
+    media: Sequence[MediaItem] = ()
+    """Items of the served prompt that are not the parent's, in prompt order."""
 
     # The engine proxy fills in:
     call_id: str | None = None

@@ -188,4 +188,5 @@ def _service(
         server_changes=changing,
         allow_unreproducible=config.allow_unreproducible_sampling,
         hot_prefix_tokens=config.hot_prefix_tokens,
+        hot_media_bytes=config.hot_media_bytes,
     )

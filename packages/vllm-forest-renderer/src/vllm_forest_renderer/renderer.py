@@ -6,6 +6,7 @@ renders after them; only that tail is tokenized. A cut that cannot be proven lea
 the renderer renders it: a root, with the reason.
 """
 
+import asyncio
 import dataclasses
 import importlib
 from collections.abc import Sequence
@@ -17,6 +18,10 @@ from forest_schema.reasons import Reason
 from vllm_forest_renderer import compat
 from vllm_forest_renderer.context import CURRENT, Call, Predecessor
 from vllm_forest_renderer.errors import ForestError
+from vllm_forest_renderer.media.family import media_family
+from vllm_forest_renderer.media.items import MediaFamily
+from vllm_forest_renderer.media.placing import place
+from vllm_forest_renderer.media.retained import captured_media, check_count, check_retained
 from vllm_forest_renderer.plugin import wrapped
 from vllm_forest_renderer.render_options import render_option_digest
 from vllm_forest_renderer.resolution import (
@@ -29,11 +34,14 @@ from vllm_forest_renderer.resolution import (
 from vllm_forest_renderer.resolution.source_history import SUFFIX_ROLES
 from vllm_forest_renderer.splice import NotProvable, Tail, TailProver
 
+_MEDIA_KEYS = ("multi_modal_data", "multi_modal_uuids")
+
 
 class ForestRenderer:
     """Mixin in front of a registered renderer class."""
 
     _prover: TailProver | None = None
+    _media: MediaFamily | None = None
 
     async def render_chat_async(
         self,
@@ -58,11 +66,19 @@ class ForestRenderer:
             takes_api_fields=not isinstance(self, compat.HfRenderer),
         )
         await _resolve(call)
+        if call.history.media():
+            self.forest_media()  # refuses before anything is fetched or decoded
+        # Without the cache that leaves out tensors which the engine is believed to have.
+        keywords["skip_mm_cache"] = True
         converted, inputs = await render(conversations, chat_params, call.tok_params, **keywords)
         (engine_input,) = inputs
-        if engine_input.get("type") != "token":
+        if engine_input.get("type") == "multimodal":
+            await self._forest_place_media(call, engine_input)
+        elif engine_input.get("type") != "token":
             raise ForestError(
-                Reason.UNSUPPORTED_ITEM, "only text prompts are captured", param="messages"
+                Reason.UNSUPPORTED_ITEM,
+                "only prompts of text and images are captured",
+                param="messages",
             )
         served = engine_input["prompt_token_ids"]
         if call.predecessor is None:
@@ -76,32 +92,96 @@ class ForestRenderer:
         return converted, inputs
 
     async def render_messages_async(self, messages: list[Any], params: Any) -> Any:
-        """Parent's tokens and tokenized tail for a continuation, else what the renderer gives."""
+        """Parent's tokens and tokenized tail for a continuation, else what the renderer gives.
+
+        Where there are media, stand-ins of the parent's media take the place of its tokens: vLLM
+        processes and expands all of them, then `render_chat_async` splices.
+        """
         render: Any = super().render_messages_async  # type: ignore[misc]
         call = CURRENT.get()
-        if call is None or call.candidate is None or call.predecessor is not None:
+        if call is None:
             return await render(messages, params)
         candidate, call.candidate = call.candidate, None
+        if candidate is not None:
+            try:
+                return list(messages), await self._forest_continue(
+                    call, candidate, messages, Rendering(render, params)
+                )
+            except NotProvable as error:
+                call.root_reason = error.reason
+        converted, prompt = await render(messages, params)
+        if media := call.history.media():
+            self._forest_check_placeholders(prompt.get("prompt"), len(media))
+        return converted, prompt
+
+    async def _forest_continue(
+        self, call: Call, candidate: Candidate, messages: list[Any], rendering: "Rendering"
+    ) -> Any:
+        """Prompt of a continuation. Raises `NotProvable` and `ForestError`."""
         parent = candidate.parent
         tokens = await call.history_tokens(parent, call.calls)
-        try:
-            tail = await self.forest_prover().prove(
-                partial(rendered_text, render, params),
-                messages,
-                _turn_count(messages, candidate, call),
-                generated=tokens[len(tokens) - parent.generated_len :],
-                options=call.render_option_digest or "",
-                used_null_empty_equivalence=candidate.used_null_empty_equivalence,
-                stop_token_ids=parent.sampling.stop_token_ids,
-                stopped_on_string=isinstance(parent.stop_reason, str),
-            )
-            tail_tokens = await self._forest_tokenize(tail, call.tok_params)
-        except NotProvable as error:
-            call.root_reason = error.reason
-            return await render(messages, params)
+        tail = await self.forest_prover().prove(
+            rendering.text,
+            messages,
+            _turn_count(messages, candidate, call),
+            generated=tokens[len(tokens) - parent.generated_len :],
+            options=call.render_option_digest or "",
+            used_null_empty_equivalence=candidate.used_null_empty_equivalence,
+            stop_token_ids=parent.sampling.stop_token_ids,
+            stopped_on_string=isinstance(parent.stop_reason, str),
+        )
+        tail_tokens = await self._forest_tokenize(tail, call.tok_params)
         call.predecessor = Predecessor(parent, candidate.used_null_empty_equivalence)
-        call.tail_tokens, call.prompt_tokens = tail_tokens, tokens + tail_tokens
-        return list(messages), compat.TokensPrompt(prompt_token_ids=call.prompt_tokens)
+        captured = captured_media(parent, call.calls)
+        sent, inherited = call.history.media(), call.history.media(candidate.item_count)
+        if not sent and not captured:
+            call.tail_tokens, call.prompt_tokens = tail_tokens, tokens + tail_tokens
+            return compat.TokensPrompt(prompt_token_ids=call.prompt_tokens)
+        check_count(len(inherited), captured)
+        self._forest_check_placeholders(tail.text, len(sent) - len(inherited))
+        call.retained, call.inherited_tokens = captured, tokens
+        stand_ins = self.forest_media().stand_ins([old.occurrence.modality for old in captured])
+        return compat.TokensPrompt(prompt_token_ids=stand_ins + tail_tokens, **rendering.media)
+
+    async def _forest_place_media(self, call: Call, engine_input: Any) -> None:
+        """Splice a processed prompt and check every retained item. Raises `ForestError`."""
+        items = self.forest_media().read(engine_input, call.history.media())
+        if call.predecessor is None:
+            call.media = items
+            return
+        rendered, history = engine_input["prompt_token_ids"], call.inherited_tokens
+        placed = place(
+            rendered, items, call.retained, engine_input["mm_placeholders"], len(history)
+        )
+        stored = await call.stored_media(call.retained)
+        kept = items[: len(call.retained)]
+        await asyncio.to_thread(check_retained, kept, call.retained, rendered, history, stored)
+        call.media, call.tail_tokens = placed.added, placed.tail
+        call.prompt_tokens = history + placed.tail
+        engine_input["prompt_token_ids"] = call.prompt_tokens
+        engine_input["mm_placeholders"] = placed.placeholders
+
+    def forest_media(self) -> MediaFamily:
+        """The model's processor with its remapper. Raises `ForestError`."""
+        if self._media is None:
+            renderer: Any = self
+            if not renderer.model_config.is_multimodal_model:
+                raise ForestError(
+                    Reason.UNSUPPORTED_ITEM,
+                    "messages: the served model takes text only",
+                    param="messages",
+                )
+            self._media = media_family(renderer.get_mm_processor(), renderer.model_config)
+        return self._media
+
+    def _forest_check_placeholders(self, text: Any, count: int) -> None:
+        if not isinstance(text, str):
+            raise ForestError(
+                Reason.UNSUPPORTED_ITEM,
+                f"messages: {type(self).__name__} gives no text to count the placeholders in",
+                param="messages",
+            )
+        self.forest_media().check_placeholders(text, count)
 
     def forest_prover(self) -> TailProver:
         """The prover over this renderer's tokenizer."""
@@ -125,15 +205,28 @@ class ForestRenderer:
         return self.forest_prover().tail_tokens(tail, prompt["prompt_token_ids"])
 
 
-async def rendered_text(render: Any, params: Any, messages: Sequence[Any]) -> str:
-    """The template's text for `messages`. Raises `NotProvable`."""
-    _, prompt = await render(list(messages), params)
-    text = prompt.get("prompt") if isinstance(prompt, dict) else None
-    if not isinstance(text, str) or "multi_modal_data" in prompt:
-        raise NotProvable(
-            "the renderer gives no text to find the turn in", Reason.RENDERER_NOT_QUALIFIED
-        )
-    return text
+class Rendering:
+    """Renders messages as text, and keeps the media that come with them."""
+
+    def __init__(self, render: Any, params: Any) -> None:
+        self._render = render
+        self._params = params
+        self.media: dict[str, Any] = {}
+        """What a prompt of the first messages carries beside its text."""
+        self._first = True
+
+    async def text(self, messages: Sequence[Any]) -> str:
+        """The template's text for `messages`. Raises `NotProvable`."""
+        _, prompt = await self._render(list(messages), self._params)
+        text = prompt.get("prompt") if isinstance(prompt, dict) else None
+        if not isinstance(text, str):
+            raise NotProvable(
+                "the renderer gives no text to find the turn in", Reason.RENDERER_NOT_QUALIFIED
+            )
+        if self._first:
+            self._first = False
+            self.media = {key: prompt[key] for key in _MEDIA_KEYS if key in prompt}
+        return text
 
 
 def _turn_count(messages: Sequence[Any], candidate: Candidate, call: Call) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from forest_schema.digests import EMPTY_CHAIN, chain_digest
 from forest_schema.items import extend, output_evidence
+from forest_schema.media import media_digest
 from forest_schema.records import CallRecord, ReplaySummary, SamplingRecord, TensorRef, WeightSpan
 from forest_schema.routes import ROUTES, RouteInfo
 from forest_schema.shards import LOGPROBS, TOKENS, Delta
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from vllm_forest_renderer.capture.generation import completion_status
 from vllm_forest_renderer.context import Call
+from vllm_forest_renderer.media.items import media_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +36,14 @@ class Answer:
 
 def build_delta(call: Call, routes: NDArray[Any] | None = None) -> dict[str, Any]:
     """Tensors of a finished call: `tokens` int32 `[delta_len]`, `logprobs` float32
-    `[generated_len]`, and `routes` where they are captured.
+    `[generated_len]`, `media.*` and `routes` where they are captured.
     """
     assert call.generation is not None
     generation = call.generation
     delta = {
         TOKENS: np.array([*call.tail_tokens, *generation.tokens], dtype="<i4"),
         LOGPROBS: np.array(generation.logprobs, dtype="<f4"),
+        **media_tensors(call.media),
     }
     return delta if routes is None else delta | {ROUTES: routes}
 
@@ -78,6 +81,7 @@ def build_record(
     assert call.call_id is not None
     parent = call.predecessor.parent if call.predecessor is not None else None
     tokens = delta[TOKENS]
+    media = tuple(item.described for item in call.media)
     inherited = parent.chain_digest if parent is not None else EMPTY_CHAIN
     prev_len = parent.cum_len if parent is not None else 0
     return CallRecord(
@@ -98,6 +102,8 @@ def build_record(
         generated_len=len(call.generation.tokens),
         chain_digest=chain_digest(inherited, tokens),
         delta=ref,
+        media=media,
+        media_digest=media_digest(media) if media else None,
         status=completion_status(answer.finish_reason),
         finish_reason=answer.finish_reason,
         stop_reason=call.generation.stop_reason,

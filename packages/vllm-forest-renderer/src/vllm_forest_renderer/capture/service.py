@@ -23,6 +23,8 @@ from vllm_forest_renderer.capture.sampling import sampling_record, unreproducibl
 from vllm_forest_renderer.context import Call
 from vllm_forest_renderer.errors import ForestError, StoreUnavailable
 from vllm_forest_renderer.ledger import Ledger
+from vllm_forest_renderer.media.cache import MediaCache
+from vllm_forest_renderer.media.items import identified
 from vllm_forest_renderer.resolution import PrefixResolver
 from vllm_forest_renderer.store.protocol import DeltaSink
 from vllm_forest_renderer.weights import EngineControl
@@ -45,6 +47,7 @@ class CaptureService:
         server_changes: Sequence[str],
         allow_unreproducible: bool,
         hot_prefix_tokens: int,
+        hot_media_bytes: int,
     ) -> None:
         """`server_changes` names what the server does to every sampled distribution.
 
@@ -59,6 +62,7 @@ class CaptureService:
         self._server_changes = tuple(server_changes)
         self._allow_unreproducible = allow_unreproducible
         self._prefixes = PrefixCache(sink, capacity_tokens=hot_prefix_tokens)
+        self._media = MediaCache(sink, capacity_bytes=hot_media_bytes)
         self._background: set[asyncio.Task[Any]] = set()
 
     def committed(self, attempt_id: str) -> tuple[CallRecord, ...]:
@@ -83,6 +87,7 @@ class CaptureService:
             calls=calls,
             resolver=self._resolver,
             history_tokens=self._prefixes.history,
+            stored_media=self._media.tensors,
             admit=self._admit,
         )
 
@@ -132,6 +137,8 @@ class CaptureService:
             replay = replay_summary(call, answer)
             routes = captured_routes(call, self._routes) if self._routes is not None else None
             info, rows = routes or (None, None)
+            if call.media:
+                call.media = await asyncio.to_thread(identified, call.media)
             delta = build_delta(call, rows)
             ref = await self._sink.put(call.partition, call.call_id, delta)
             record = build_record(
@@ -154,6 +161,8 @@ class CaptureService:
         except Exception as error:
             await self.fail(call, error)
             raise
+        for item in call.media:
+            self._media.put(item.described.blob, item.arrays)
         self._prefixes.put(call.call_id, [*(call.prompt_tokens or ()), *call.generation.tokens])
         metrics.GENERATED_TOKENS.inc(record.generated_len)
         if record.parent_call_id is None:

@@ -24,7 +24,7 @@ from vllm_forest_renderer.qualify.report import (
     as_text,
 )
 from vllm_forest_renderer.qualify.rules import Rule, rules
-from vllm_forest_renderer.renderer import rendered_text
+from vllm_forest_renderer.renderer import Rendering
 from vllm_forest_renderer.splice import NotProvable, TailProver
 
 
@@ -102,11 +102,10 @@ class _Trial:
 
     async def _judge(self, rule: Rule) -> RuleReport:
         base: Any = type(self._renderer).__mro__[2]
-        render = partial(
-            rendered_text,
+        render = Rendering(
             partial(base.render_messages_async, self._renderer),
             compat.chat_params(self._template, list(rule.tools) or None),
-        )
+        ).text
         report = partial(RuleReport, rule=rule.name, asks=rule.asks)
         try:
             await render(rule.messages)

@@ -1,7 +1,8 @@
 """Chat Completions of an attempt.
 
 Guarantees: the answer is vLLM's own, with an id that names the captured call. Tool arguments that
-a client sends decoded are given to vLLM as text; nothing else of a request is changed.
+a client sends decoded are given to vLLM as text, uuids of media are left out; nothing else of a
+request is changed.
 """
 
 import json
@@ -16,7 +17,7 @@ from vllm_forest_renderer import compat
 from vllm_forest_renderer.capture.record import Answer
 from vllm_forest_renderer.serving.adapter import Prepared, normalised, parsed
 from vllm_forest_renderer.serving.answers import Failure
-from vllm_forest_renderer.serving.refusals import check_fields, check_messages
+from vllm_forest_renderer.serving.refusals import check_fields, check_messages, without_uuids
 
 
 class ChatAdapter:
@@ -184,6 +185,8 @@ def _for_vllm(message: Mapping[str, Any]) -> dict[str, Any]:
     Clients that keep arguments decoded send objects, which vLLM's types refuse.
     """
     copied = dict(message)
+    if "content" in copied:
+        copied["content"] = without_uuids(copied["content"])
     calls = copied.get("tool_calls")
     if isinstance(calls, list):
         copied["tool_calls"] = [_with_text_arguments(call) for call in calls]

@@ -10,12 +10,18 @@ from forest_schema.reasons import Reason
 
 from vllm_forest_renderer.errors import ForestError
 
-_MEDIA_PARTS = frozenset(
-    {
-        "image_url", "input_image", "image_embeds", "image_pil", "video_url", "input_audio",
-        "audio_url", "audio_embeds", "prompt_embeds",
-    }
-)  # fmt: skip
+_ONLY_IMAGES = "parts are not captured, only text and images"
+_MEDIA_PARTS = {
+    "video_url": "parts are not captured: which frames a video gives is settled while it is "
+    "decoded, and a retained video could not be proven the same; send its frames as images",
+    "image_embeds": "parts are not captured: send the image itself",
+    "image_pil": "parts are not captured: send the image itself",
+    "input_audio": _ONLY_IMAGES,
+    "audio_url": _ONLY_IMAGES,
+    "audio_embeds": _ONLY_IMAGES,
+    "prompt_embeds": _ONLY_IMAGES,
+}
+"""Content parts that are refused, and why."""
 
 
 def _is_true(value: Any) -> bool:
@@ -104,7 +110,7 @@ def check_messages(messages: Any) -> Sequence[Mapping[str, Any]]:
                 f"messages[{index}]: must be an object",
                 param=f"messages[{index}]",
             )
-        check_text(message.get("content"), f"messages[{index}].content")
+        check_parts(message.get("content"), f"messages[{index}].content")
     if messages[-1].get("role") == "assistant":
         raise ForestError(
             Reason.UNSUPPORTED_REQUEST,
@@ -114,16 +120,33 @@ def check_messages(messages: Any) -> Sequence[Mapping[str, Any]]:
     return messages
 
 
-def check_text(content: Any, param: str) -> None:
-    """Refuse parts that are not text. Raises `ForestError`."""
+def check_parts(content: Any, param: str) -> None:
+    """Refuse parts that are neither text nor images. Raises `ForestError`."""
     if isinstance(content, list):
         for index, part in enumerate(content):
-            if isinstance(part, dict) and part.get("type") in _MEDIA_PARTS:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind in _MEDIA_PARTS:
                 raise ForestError(
                     Reason.UNSUPPORTED_ITEM,
-                    f"{param}[{index}]: {part.get('type')} parts are not captured, only text",
+                    f"{param}[{index}]: {kind} {_MEDIA_PARTS[kind]}",
                     param=f"{param}[{index}]",
                 )
+
+
+def without_uuids(content: Any) -> Any:
+    """A copy of message content whose media parts carry no `uuid`.
+
+    vLLM takes a uuid for the content: it would serve the pixels that it remembers under it,
+    whatever is sent.
+    """
+    if not isinstance(content, list):
+        return content
+    return [
+        {key: value for key, value in part.items() if key != "uuid"}
+        if isinstance(part, dict)
+        else part
+        for part in content
+    ]
 
 
 def check_input(value: Any) -> Sequence[Mapping[str, Any]] | str:
@@ -141,8 +164,8 @@ def check_input(value: Any) -> Sequence[Mapping[str, Any]] | str:
             raise ForestError(
                 Reason.MALFORMED_REQUEST, f"input[{index}]: must be an object", param="input"
             )
-        check_text(item.get("content"), f"input[{index}].content")
-        check_text(item.get("output"), f"input[{index}].output")
+        check_parts(item.get("content"), f"input[{index}].content")
+        check_parts(item.get("output"), f"input[{index}].output")
     last = value[-1]
     if last.get("role") == "assistant" or last.get("type") in ("reasoning", "function_call"):
         raise ForestError(

@@ -18,7 +18,12 @@ from vllm_forest_renderer.capture.record import Answer
 from vllm_forest_renderer.errors import ForestError
 from vllm_forest_renderer.serving.adapter import Prepared, normalised, parsed
 from vllm_forest_renderer.serving.answers import Failure
-from vllm_forest_renderer.serving.refusals import check_fields, check_input, check_tools
+from vllm_forest_renderer.serving.refusals import (
+    check_fields,
+    check_input,
+    check_tools,
+    without_uuids,
+)
 
 
 class ResponsesAdapter:
@@ -41,7 +46,7 @@ class ResponsesAdapter:
             raise ForestError(
                 Reason.MALFORMED_REQUEST, "instructions: must be a string", param="instructions"
             )
-        copied = source if isinstance(source, str) else [dict(item) for item in source]
+        copied = source if isinstance(source, str) else [_for_vllm(item) for item in source]
         request = {**body, "input": copied, "stream": False, "store": False}
         return Prepared(
             history=normalised(normalize_responses, source, instructions),
@@ -97,6 +102,15 @@ class ResponsesAdapter:
     def live_events(self, chunks: AsyncIterator[str], call_id: str) -> None:
         """See `ApiAdapter`."""
         return
+
+
+def _for_vllm(item: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy (vLLM's validators edit what they are given) without uuids of media."""
+    copied = dict(item)
+    for key in ("content", "output"):
+        if key in copied:
+            copied[key] = without_uuids(copied[key])
+    return copied
 
 
 def _events(full: dict[str, Any]) -> Iterator[dict[str, Any]]:
