@@ -49,12 +49,13 @@ isolation: wheels ## Install each wheel without the other side and check what it
 smoke: wheels    ## Run the smoke tests on the oldest supported vLLM, from the built wheels
 	PYTHON=$(PYTHON) bash scripts/check_vllm_versions.sh dist $(OLDEST_VLLM)
 
-bench: setup     ## Run the benchmarks (OUT=dir keeps serving.json there)
-	mkdir -p $(OUT)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest benchmarks/bench_serving.py -q -o addopts= \
-	  -W ignore --benchmark-only --benchmark-columns=median,iqr --benchmark-json=$(OUT)/serving.json
-	-$(BIN)/python benchmarks/bench_core.py
-	-OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_megatron.py
+bench: $(VENV)/.bench ## Run the benchmarks (OUT=dir keeps the figures there, ARGS=--write updates the docs)
+	$(BIN)/python -m benchmarks.run --out $(OUT) $(ARGS)
+
+$(VENV)/.bench: $(VENV)/.ready requirements/bench.txt requirements/bench-peers.txt
+	$(BIN)/python -m pip install -r requirements/bench.txt
+	$(BIN)/python -m pip install --no-deps -r requirements/bench-peers.txt
+	touch $@
 
 clean:           ## Remove what the targets made
 	rm -rf $(VENV) out dist .cache

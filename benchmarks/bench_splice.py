@@ -8,11 +8,13 @@ for the same prompt and must give the same ids.
 
 import asyncio
 import copy
+import importlib
 import json
 import time
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -74,8 +76,8 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 @pytest.fixture(scope="session")
 def peer() -> Any:
-    """Prime Intellect's `renderers`, if it is installed."""
-    return pytest.importorskip("renderers")
+    """Prime Intellect's `renderers`; None where it is not installed."""
+    return importlib.import_module("renderers") if find_spec("renderers") else None
 
 
 def _talk(tokenizer: Any, params: Any, case: tuple[int, int, int], **options: Any) -> Captured:
@@ -184,7 +186,7 @@ def test_resolution_and_splice(
     params = compat.chat_params(None, TOOLS)
     talk = _talk(tokenizer, params, case, takes_api_fields=True)
     renderer, timing = _Renderer(tokenizer), _TimedTokenizer(tokenizer)
-    bridge = _bridge(peer, timing, talk)
+    bridge = _bridge(peer, timing, talk) if peer else None
     clock = time.thread_time  # nothing here waits, and other load does not count
     served: list[list[int]] = []
     digesting: list[float] = []
@@ -203,7 +205,7 @@ def test_resolution_and_splice(
 
     def bridged() -> float:
         timing.elsewhere_s, start = 0.0, clock()
-        answer = bridge()
+        answer = bridge()  # type: ignore[misc]
         spent = clock() - start
         assert not served or answer.token_ids == served[0]
         return spent - timing.elsewhere_s
@@ -213,7 +215,7 @@ def test_resolution_and_splice(
         "Resolution and splice",
         _case(talk, case[1]),
         continuation,
-        peers={"renderers' bridge": bridged},
+        peers={"renderers' bridge": bridged} if peer else {},
         limits={"copy of the ids": timed(lambda: list(talk.tokens), clock)},
         rounds=rounds,
         x=len(talk.tokens) if case[1:] == (270, CALLS) else None,
@@ -276,21 +278,24 @@ def test_render(
             "input_ids"
         ]
 
-    whole = peer.create_renderer(tokenizer, peer.Qwen3RendererConfig())
+    peers = {
+        "stock vLLM": lambda: loop.run_until_complete(render(None)),
+        "transformers": timed(transformers),
+    }
+    if peer is not None:
+        whole = peer.create_renderer(tokenizer, peer.Qwen3RendererConfig())
 
-    def rendered() -> None:
-        answers["renderers"] = whole.render_ids(shown, tools=TOOLS, add_generation_prompt=True)
+        def rendered() -> None:
+            answers["renderers"] = whole.render_ids(shown, tools=TOOLS, add_generation_prompt=True)
+
+        peers["renderers' full render"] = timed(rendered)
+        peers["renderers' bridge"] = timed(_bridge(peer, tokenizer, talk))
 
     row = report.compare(
         "Whole render step",
         _case(talk, case[1]),
         continuation,
-        peers={
-            "stock vLLM": lambda: loop.run_until_complete(render(None)),
-            "transformers": timed(transformers),
-            "renderers' full render": timed(rendered),
-            "renderers' bridge": timed(_bridge(peer, tokenizer, talk)),
-        },
+        peers=peers,
         limits={"copy of the ids": timed(lambda: list(talk.tokens))},
         rounds=_rounds(case[0], quick),
         x=len(talk.tokens) if case[1:] == (270, CALLS) else None,

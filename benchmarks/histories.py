@@ -47,12 +47,12 @@ async def _refuse(*_: Any) -> Any:
     raise AssertionError("a benchmark without an engine got as far as the engine")
 
 
-def _text(words: int, seed: int) -> str:
+def words(count: int, seed: int) -> str:
     """Words of one token each."""
-    return " ".join(random.Random(seed).choices(_WORDS, k=words))
+    return " ".join(random.Random(seed).choices(_WORDS, k=count))
 
 
-def _messages(calls: int, words: int, new: int) -> list[dict[str, Any]]:
+def _messages(calls: int, length: int, new: int) -> list[dict[str, Any]]:
     """A question and `calls` rounds of reasoning, tool call and observation, the last of `new`
     tokens with its frame.
     """
@@ -67,12 +67,12 @@ def _messages(calls: int, words: int, new: int) -> list[dict[str, Any]]:
             {
                 "role": "assistant",
                 "content": "I look it up.",
-                "reasoning": _text(8, number),
+                "reasoning": words(8, number),
                 "tool_calls": [{"id": call_id, "type": "function", "function": function}],
             },
-            {"role": "tool", "tool_call_id": call_id, "content": _text(words, -number)},
+            {"role": "tool", "tool_call_id": call_id, "content": words(length, -number)},
         ]
-    messages[-1]["content"] = _text(new - 20, calls)
+    messages[-1]["content"] = words(new - 20, calls)
     return messages
 
 
@@ -108,8 +108,8 @@ def captured(
     """About `tokens` tokens of history in `calls` calls, rendered under the options digest, and a
     request that continues them by `new` tokens.
     """
-    words = max(1, (tokens - 130 - _TURN * calls) // (calls - 1))
-    messages = _messages(calls, words, new)
+    length = max(1, (tokens - 130 - _TURN * calls) // (calls - 1))
+    messages = _messages(calls, length, new)
     shown = [
         {**message, "reasoning_content": message.get("reasoning")} for message in messages[:-1]
     ]

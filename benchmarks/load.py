@@ -2,9 +2,10 @@
 
     python benchmarks/load.py
 
-Reads one JSON line `[[url, body], ...]` at a time, sends these requests at once over kept
-connections, and answers with one JSON line: the seconds until the last answer, the seconds of each
-request, and the completion tokens of all.
+Reads one JSON line `[[url, body], ...]` at a time, sends these streaming chat requests at once over
+kept connections, and answers with one JSON line when all have ended: the seconds until then, and of
+each request the seconds to its first chunk and to its end, the message and the usage. Chunks are
+taken apart after the last request has ended, so that their size costs the clock nothing.
 """
 
 import http.client
@@ -19,8 +20,8 @@ from urllib.parse import urlsplit
 _THREAD = local()
 
 
-def post(url: str, body: dict[str, Any]) -> tuple[float, int]:
-    """Seconds and completion tokens of one request. Raises `RuntimeError` for a refusal."""
+def post(url: str, body: dict[str, Any]) -> tuple[float, float, list[bytes]]:
+    """Seconds to the first chunk and to the end, and the lines. Raises `RuntimeError`."""
     parts = urlsplit(url)
     start = time.perf_counter()
     connection = getattr(_THREAD, "connection", None)
@@ -30,11 +31,43 @@ def post(url: str, body: dict[str, Any]) -> tuple[float, int]:
         "POST", parts.path, json.dumps(body), headers={"content-type": "application/json"}
     )
     answer = connection.getresponse()
-    data = answer.read()
-    seconds = time.perf_counter() - start
     if answer.status != 200:
-        raise RuntimeError(data.decode())
-    return seconds, json.loads(data)["usage"]["completion_tokens"]
+        raise RuntimeError(answer.read().decode())
+    first, lines = 0.0, []
+    while line := answer.readline():
+        if line.startswith(b"data: "):
+            first = first or time.perf_counter() - start
+            lines.append(line)
+    return first, time.perf_counter() - start, lines
+
+
+def assembled(lines: list[bytes]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The assistant message and the usage that a stream's chunks add up to."""
+    message: dict[str, Any] = {"role": "assistant", "content": None}
+    calls: dict[int, dict[str, Any]] = {}
+    usage: dict[str, Any] = {}
+    for line in lines:
+        if line.strip() == b"data: [DONE]":
+            continue
+        chunk = json.loads(line.removeprefix(b"data: "))
+        if "choices" not in chunk:
+            raise RuntimeError(line.decode())
+        usage = chunk.get("usage") or usage
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            for key in ("content", "reasoning"):
+                if delta.get(key):
+                    message[key] = (message.get(key) or "") + delta[key]
+            for part in delta.get("tool_calls") or ():
+                call = calls.setdefault(
+                    part["index"], {"type": "function", "function": {"name": "", "arguments": ""}}
+                )
+                call["id"] = part.get("id") or call["id"]
+                for key in ("name", "arguments"):
+                    call["function"][key] += part["function"].get(key) or ""
+    if calls:
+        message["tool_calls"] = list(calls.values())
+    return message, usage
 
 
 def main() -> None:
@@ -44,12 +77,14 @@ def main() -> None:
             start = time.perf_counter()
             sent = [pool.submit(post, url, body) for url, body in json.loads(line)]
             answers = [future.result() for future in sent]
-            report = {
-                "seconds": time.perf_counter() - start,
-                "each": [seconds for seconds, _ in answers],
-                "tokens": sum(tokens for _, tokens in answers),
-            }
-            print(json.dumps(report), flush=True)
+            seconds = time.perf_counter() - start
+            requests = []
+            for first, whole, lines in answers:
+                message, usage = assembled(lines)
+                requests.append(
+                    {"first": first, "seconds": whole, "message": message, "usage": usage}
+                )
+            print(json.dumps({"seconds": seconds, "requests": requests}), flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ import msgspec
 from benchmarks.figures import Figure
 from benchmarks.report import PLOT_FILE, ROOT, Run, plot, text_tables, write_documentation
 
-
 _FIRST = ("splice", "server", "durable", "reading", "training")
 """Order of the report; the others follow by name."""
 
@@ -91,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         if options.write:
             parser.error(advice)
-        print(f"without plot and peers: {advice}", file=sys.stderr)
+        print(f"left out what they give: {advice}", file=sys.stderr)
     options.out.mkdir(parents=True, exist_ok=True)
     broken, files = [], []
     for script in benchmarks(options.names):
