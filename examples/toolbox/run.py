@@ -1,4 +1,4 @@
-"""Run the example from nothing to a table: server, rollouts, GRPO steps, checks.
+"""Run an example from nothing to a table: server, rollouts, GRPO steps, checks.
 
 Guarantees: exits with 0 only when every check of `checks.py` holds; the server is stopped in any
 case; OUT holds the checkpoint that was served, the tasks, the logs, the store with its shards, the
@@ -12,9 +12,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,36 +24,79 @@ from rich.console import Console
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+from pictures.task import tasks as picture_tasks  # noqa: E402
 from toolbox.checks import failed_checks  # noqa: E402
 from toolbox.server import ServerFailed, serving  # noqa: E402
 from toolbox.table import step_table  # noqa: E402
-from toolbox.task import tasks  # noqa: E402
+from toolbox.task import tasks as box_tasks  # noqa: E402
 
 TASKS = 256
 TASK_SEED = 1
+
+
+class FlavourName(StrEnum):
+    """The examples that this file runs."""
+
+    BOXES = "boxes"
+    IMAGES = "images"
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """One example."""
+
+    folder: Path
+    """Holds `config.yaml` and the checkpoint `model/`."""
+    tasks: Callable[[int], Iterator[dict[str, Any]]]
+    server_arguments: tuple[str, ...]
+
+
+FLAVOURS = {
+    FlavourName.BOXES: Flavour(
+        HERE,
+        box_tasks,
+        ("--reasoning-parser", "qwen3",
+         "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    ),
+    FlavourName.IMAGES: Flavour(
+        HERE.parent / "pictures",
+        picture_tasks,
+        ("--limit-mm-per-prompt", '{"image": 2, "video": 0}'),
+    ),
+}  # fmt: skip
 
 console = Console(width=None if sys.stdout.isatty() else 120)
 
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out/demo"),
-    model: Annotated[Path, typer.Option(help="Checkpoint to start from.")] = HERE / "model",
+    flavour: Annotated[FlavourName, typer.Option(help="Which example.")] = FlavourName.BOXES,
+    model: Annotated[Path | None, typer.Option(help="Checkpoint to start from.")] = None,
     ranks: Annotated[int, typer.Option(help="Data-parallel trainer processes.", min=1)] = 2,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Configuration overrides.")
     ] = None,
 ) -> None:
     """Capture a tiny agent's calls, train on them, and check the run."""
+    example = FLAVOURS[flavour]
+    model = model or example.folder / "model"
     out = out.absolute()
     if (out / "steps.jsonl").exists():
         _fail(f"{out} holds the results of an earlier run; remove it or choose another OUT")
     out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with (out / "tasks.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(t) + "\n" for t in itertools.islice(tasks(TASK_SEED), TASKS))
+        some = itertools.islice(example.tasks(TASK_SEED), TASKS)
+        file.writelines(json.dumps(task) + "\n" for task in some)
     try:
-        with serving(model, out, console) as server:
-            status = _train(out, model, server.settings(), ranks, overrides or [])
+        with serving(model, out, console, example.server_arguments) as server:
+            settings = {
+                **server.settings(),
+                "policy.model_name": str(model),
+                "data.train.data_path": str(out / "tasks.jsonl"),
+                "logger.log_dir": str(out),
+            }
+            status = _train(out, example.folder / "config.yaml", settings, ranks, overrides or [])
     except ServerFailed as error:
         _fail(str(error))
     except KeyboardInterrupt:
@@ -73,17 +118,13 @@ def main(
     )
 
 
-def _train(out: Path, model: Path, server: dict[str, str], ranks: int, overrides: list[str]) -> int:
-    settings = {
-        **server,
-        "policy.model_name": str(model),
-        "data.train.data_path": str(out / "tasks.jsonl"),
-        "logger.log_dir": str(out),
-    }
+def _train(
+    out: Path, config: Path, settings: dict[str, str], ranks: int, overrides: list[str]
+) -> int:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         f"--nproc-per-node={ranks}", "-m", "megatron_forest_trainer.cli",
-        "grpo", "--config", str(HERE / "config.yaml"),
+        "grpo", "--config", str(config),
         *(f"{key}={value}" for key, value in settings.items()), *overrides,
     ]  # fmt: skip
     environment = {

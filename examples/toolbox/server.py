@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +44,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(model: Path, out: Path, console: Console) -> Iterator[Server]:
+def serving(model: Path, out: Path, console: Console, arguments: Sequence[str]) -> Iterator[Server]:
     """Serve `model`, with the ledger and the store below `out`. Raises `ServerFailed`."""
     token, token_file = secrets.token_urlsafe(32), out / "control_token"
     token_file.touch(mode=0o600)
@@ -54,14 +54,13 @@ def serving(model: Path, out: Path, console: Console) -> Iterator[Server]:
     forest = {"state_dir": str(out / "state"), "store_dir": str(server.store)}
     command = [
         sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry",
-        "--model", str(model), "--served-model-name", "toolbox",
+        "--model", str(model), "--served-model-name", "tiny",
         "--host", "127.0.0.1", "--port", str(port),
         "--dtype", "float32", "--enforce-eager",
         "--max-model-len", "1024", "--max-num-seqs", "32", "--block-size", "32",
         "--kv-cache-memory-bytes", str(256 << 20),
         "--distributed-executor-backend", "uni",
-        "--reasoning-parser", "qwen3",
-        "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+        *arguments,
         "--generation-config", "vllm",
         "--logprobs-mode", "processed_logprobs",
         "--disable-uvicorn-access-log",

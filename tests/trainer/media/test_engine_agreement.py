@@ -1,0 +1,116 @@
+"""From the real engine's images to the trainer: rows, pixels and log-probabilities."""
+
+import asyncio
+import itertools
+import random
+
+import msgspec
+import numpy as np
+import pytest
+from forest_schema import decode_receipt
+from forest_schema.media import tensor_name
+from megatron_forest_trainer.core.plan import PackedShape, PlannedRow, plan_step
+from megatron_forest_trainer.core.rows import assemble
+from megatron_forest_trainer.finalize import finalize_rollout
+from megatron_forest_trainer.store import open_reader
+
+from examples.pictures.task import look, make_task
+from tests.support.distributed import run_ranks
+from tests.support.models import REPOSITORY
+from tests.trainer.megatron.support import make_config
+
+MODEL = REPOSITORY / "examples" / "pictures" / "model"
+ROLLOUTS = 4
+
+
+def generate(model, state) -> list[tuple[bytes, dict]]:
+    """The example's harness on a real server: a receipt and a result per rollout."""
+    import openai
+
+    from tests.support.engine import EngineServer
+
+    found = []
+    rng = random.Random(5)
+    with EngineServer(model, forest={"state_dir": str(state)}) as server:
+        for number in range(ROLLOUTS):
+            attempt = server.open_attempt()
+            client = openai.AsyncOpenAI(
+                base_url=server.base_url(attempt), api_key="none", max_retries=0
+            )
+            sampling = {"temperature": 1.2, "seed": 10 * number, "max_tokens": 8}
+            result = asyncio.run(
+                look(client, make_task(rng), model="tiny", sampling=sampling, options={})
+            )
+            found.append((msgspec.json.encode(server.close(attempt)), result))
+    return found
+
+
+def trainer_logprobs(config, hf_dir, captured, store):
+    """Largest difference to the engine, and the mean multiplicative error."""
+    from megatron_forest_trainer.learner import Learner
+
+    learner = Learner(config, hf_dir)
+    with open_reader(store_path=store) as reader:
+        finals = [
+            finalize_rollout(decode_receipt(receipt), result, reader)
+            for receipt, result in captured
+        ]
+        assert all(final.verified for final in finals)
+        plans = [plan for final in finals for plan in final.rows]
+        rows = [
+            PlannedRow(row_id=f"{number}/{plan.row_id}", plan=plan, train=True)
+            for number, plan in zip(itertools.count(), plans, strict=False)
+        ]
+        plan = plan_step(0, rows, PackedShape(data_parallel=1, train_tokens=256,
+                                              logprob_tokens=256))  # fmt: skip
+        errors = learner.logprobs(plan, reader)
+        learner.train_step(plan, reader)
+        worst = 0.0
+        for row in plans:
+            own = assemble(row, reader)
+            worst = max(worst, float(np.abs(own.logprobs_T[own.loss_mask_T]).max()))
+    tokens = sum(error.tokens for error in errors.values())
+    return worst, tokens, sum(error.mult for error in errors.values()) / tokens
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory):
+    state = tmp_path_factory.mktemp("state")
+    (found,) = run_ranks(generate, MODEL, state, timeout_s=300)
+    return found, state / "store"
+
+
+@pytest.mark.requirement("B2", "B3", "B4", "B11", "XM3", "XM7")
+def test_a_rewrite_gives_a_row_of_its_own_with_its_picture_stored_again(captured):
+    found, store = captured
+    with open_reader(store_path=store) as reader:
+        for receipt, result in found:
+            calls = decode_receipt(receipt).calls
+            assert [len(call.media) for call in calls] == [1, 1, 1]
+            assert [call.parent_call_id for call in calls] == [None, calls[0].call_id, None]
+            final = finalize_rollout(decode_receipt(receipt), result, reader)
+            assert final.verified, final.detail
+            both, rewritten = (assemble(plan, reader) for plan in final.rows)
+            assert [o.blob for o in both.media.occurrences] == [
+                calls[0].media[0].blob,
+                calls[1].media[0].blob,
+            ]
+            (kept,) = rewritten.media.occurrences
+            assert kept.blob == calls[1].media[0].blob
+            assert kept.offset < both.media.occurrences[1].offset
+            assert np.array_equal(
+                rewritten.media.tensors[0]["pixel_values"],
+                both.media.tensors[1]["pixel_values"],
+            )
+            assert tensor_name(kept.blob, "pixel_values") in reader.read(calls[2].delta)
+
+
+@pytest.mark.requirement("B2", "L3")
+def test_logprobs_agree_with_the_engine(captured):
+    found, store = captured
+    ((_, tokens, error),) = run_ranks(trainer_logprobs, make_config(), MODEL, found, store)
+    generated = sum(
+        call.generated_len for receipt, _ in found for call in decode_receipt(receipt).calls
+    )
+    assert tokens == generated
+    assert error < 1.00001
