@@ -38,7 +38,7 @@ class Episode:
         self.client = openai.OpenAI(
             base_url=server.base_url(self.attempt), api_key="unused", max_retries=0
         )
-        self._prompts_file = prompts_file
+        self.prompts_file = prompts_file
         self.served: list[int] = []
         """Prompt ids that the engine process received for the last call."""
 
@@ -63,7 +63,7 @@ class Episode:
         if script is not None and force:
             extra["vllm_xargs"] = {"force": list(script)}
             options.setdefault("max_tokens", len(script))
-        seen = len(worker_prompts(self._prompts_file))
+        seen = len(worker_prompts(self.prompts_file))
         answer = self.client.chat.completions.create(
             model="tiny",
             messages=list(messages),  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ class Episode:
             **{"max_tokens": 4, **options},
         )
         # A preempted request enters the engine's batch again.
-        self.served = worker_prompts(self._prompts_file, seen)[0]
+        self.served = worker_prompts(self.prompts_file, seen)[0]
         message = json.loads(answer.choices[0].message.to_json())
         return message, self.record(answer.id)
 

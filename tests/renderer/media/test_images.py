@@ -1,15 +1,20 @@
 """Images through the real engine: what it saw is what is stored, whatever is sent again."""
 
+import io
 from collections.abc import Sequence
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from forest_schema import CallRecord
-from forest_schema.media import authenticate, occurrence_tensors
+from forest_schema.media import MediaOccurrence, authenticate, occurrence_tensors
+from PIL import Image
+from vllm_forest_renderer.media.cache import MediaCache
 
+from tests.support.engine import worker_prompts
 from tests.support.episodes import END, Episode
-from tests.support.vision import image, text
+from tests.support.vision import data_url, image, png, text, vision_dir
 
 PAD = 151655
 START = 151652
@@ -92,7 +97,7 @@ def test_a_kept_b_added_then_a_rewrite_to_b(episode):
         authenticate(record.media, record.media_digest)
 
 
-@pytest.mark.requirement("XM4")
+@pytest.mark.requirement("XM4", "B14")
 def test_the_same_image_twice_is_stored_once(episode):
     _, record = episode.chat([user(image(3), text("and"), image(3))], script(episode, "Same"))
     first, second = record.media
@@ -107,26 +112,149 @@ def test_the_same_image_twice_is_stored_once(episode):
     ]
 
 
+def normalised(occurrence: MediaOccurrence, pixels: Any) -> Any:
+    """What the vision tower is given, by the recorded normalisation."""
+    norm = occurrence.normalization
+    assert norm is not None
+    channels = pixels.reshape(len(pixels), 3, -1).astype(np.float32)
+    std, mean = (np.array(values, np.float32)[None, :, None] for values in (norm.std, norm.mean))
+    return (channels * (norm.rescale_factor / std) - mean / std).reshape(pixels.shape)
+
+
 @pytest.mark.requirement("B2", "C3")
 def test_stored_pixels_are_the_processors_own_and_can_be_normalised(episode):
-    import io
-
-    from PIL import Image
     from transformers import AutoImageProcessor
-
-    from tests.support.vision import png, vision_dir
 
     _, record = episode.chat([user(image(4, 84, 56), text("?"))], script(episode, "Pixels"))
     (occurrence,) = record.media
     tensors = occurrence_tensors(occurrence, stored(episode, record))
     assert tensors["pixel_values"].dtype == np.uint8
     assert tensors["image_grid_thw"].tolist() == list(occurrence.grid)
-    raw, norm = tensors["pixel_values"], occurrence.normalization
-    assert norm is not None
-    channels = raw.reshape(len(raw), 3, -1).astype(np.float32)
-    std, mean = (np.array(values, np.float32)[None, :, None] for values in (norm.std, norm.mean))
-    ours = (channels * (norm.rescale_factor / std) - mean / std).reshape(raw.shape)
     reference = AutoImageProcessor.from_pretrained(vision_dir())(
         images=[Image.open(io.BytesIO(png(4, 84, 56)))], return_tensors="np"
     )
+    ours = normalised(occurrence, tensors["pixel_values"])
     assert np.allclose(ours, reference["pixel_values"], atol=1e-5)
+
+
+@pytest.mark.requirement("B2", "B6", "A20")
+def test_the_stored_tokens_and_pixels_give_the_engines_log_probabilities(episode):
+    """An independent forward pass over the deltas alone: every image at its place, the positions
+    of a spliced prompt included.
+    """
+    import torch
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    first = user(text("Look:"), image(5))
+    answer, one = episode.chat([first], script(episode, "A very noisy square"))
+    second = user(image(6, 84, 112), text("and this,"), image(5))
+    _, two = episode.chat([first, answer, second], max_tokens=6)
+    assert two.parent_call_id == one.call_id
+    tokens, logprobs = episode.history(two), episode.delta(two)[1]
+    parts = [
+        (occurrence, occurrence_tensors(occurrence, stored(episode, record)))
+        for record in (one, two)
+        for occurrence in record.media
+    ]
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(vision_dir()).eval()
+    ids = torch.tensor([tokens])
+    with torch.no_grad():
+        logits = model(
+            input_ids=ids,
+            mm_token_type_ids=(ids == PAD).int(),
+            pixel_values=torch.cat(
+                [torch.from_numpy(normalised(o, t["pixel_values"])) for o, t in parts]
+            ),
+            image_grid_thw=torch.from_numpy(np.stack([t["image_grid_thw"] for _, t in parts])),
+        ).logits[0]
+    span = range(two.prompt_len, two.cum_len)
+    expected = logits.log_softmax(-1)[[at - 1 for at in span], [tokens[at] for at in span]]
+    assert np.allclose(expected, logprobs, atol=2e-4)
+
+
+@pytest.mark.requirement("B6", "A20")
+def test_a_spliced_prompt_gives_the_same_from_cache_and_from_nothing(episode):
+    first = user(image(7), text("Long enough to fill a block of the cache. " * 4))
+    answer, _ = episode.chat([first], script(episode, "Seen"))
+    messages = [first, answer, user(text("Again"), image(8))]
+    _, cached = episode.chat(messages, temperature=0.0)
+    _, fresh = episode.chat(messages, temperature=0.0, extra_body={"cache_salt": "other"})
+    assert cached.cached_prompt_tokens
+    assert not fresh.cached_prompt_tokens
+    assert episode.delta(cached) == episode.delta(fresh)
+    assert cached.media == fresh.media
+
+
+@pytest.mark.requirement("B6")
+def test_generated_placeholder_tokens_do_not_move_an_image(episode):
+    first = user(text("Look"), image(1))
+    generated = [*episode.ids("I see"), START, PAD, PAD, *episode.ids("something"), PAD]
+    answer, one = episode.chat([first], [*generated, *episode.ids(END)])
+    _, two = episode.chat([first, answer, user(image(2), text("And?"))], script(episode, "Yes"))
+    assert two.parent_call_id == one.call_id
+    (a,), (b,) = one.media, two.media
+    assert episode.served[a.offset : a.end] == [PAD] * 4
+    assert episode.served[b.offset - 1 : b.end] == [START] + [PAD] * 4
+    assert episode.served.count(PAD) == 11
+    assert a.end < two.prev_len < b.offset
+
+
+@pytest.mark.requirement("B3", "A20")
+def test_an_image_joins_a_conversation_that_had_none(episode):
+    first = {"role": "user", "content": "Hello"}
+    answer, one = episode.chat([first], script(episode, "Hi"))
+    _, two = episode.chat([first, answer, user(image(1))], script(episode, "Noise"))
+    assert (two.parent_call_id, one.media, len(two.media)) == (one.call_id, (), 1)
+    check_spans(episode, [one, two])
+
+
+@pytest.mark.requirement("A27", "B3")
+def test_images_through_responses(episode):
+    first = {
+        "role": "user",
+        "content": [
+            {"type": "input_text", "text": "Look:"},
+            {"type": "input_image", "image_url": data_url(1)},
+        ],
+    }
+
+    def call(source: list[Any], words: str) -> Any:
+        forced = script(episode, words)
+        seen = len(worker_prompts(episode.prompts_file))
+        answer = episode.client.responses.create(
+            model="tiny", input=source, max_output_tokens=len(forced),
+            extra_body={"vllm_xargs": {"force": forced}},
+        )  # fmt: skip
+        episode.served = worker_prompts(episode.prompts_file, seen)[0]
+        return answer, episode.record(answer.id)
+
+    answer, one = call([first], "Noise")
+    second = {"role": "user", "content": [{"type": "input_image", "image_url": data_url(2, 84)}]}
+    _, two = call([first, *(item.to_dict() for item in answer.output), second], "More noise")
+    assert two.parent_call_id == one.call_id
+    check_spans(episode, [one, two])
+
+
+@pytest.mark.requirement("X18", "D1", "D4")
+def test_measure_counts_images_as_the_engine_does(episode):
+    first = user(image(1), text("Look"), image(2, 140, 56))
+    answer, one = episode.chat([first], script(episode, "Noise"))
+    more = user(image(3, 56, 112))
+    for messages in ([first], [first, answer, more], [first, more]):
+        body = {"model": "tiny", "messages": messages}
+        measured = httpx.post(f"{episode.client.base_url}measure", json=body, timeout=60).json()
+        _, record = episode.chat(messages, script(episode, "x"))
+        assert measured["count"] == record.prompt_len == len(episode.served)
+        assert measured["continuation"] == (record.parent_call_id is not None)
+    assert one.prompt_len
+
+
+@pytest.mark.requirement("B7")
+def test_a_parent_that_is_cold_is_compared_with_its_stored_pixels(episode, monkeypatch):
+    first = user(image(9, 84, 84), text("Look"))
+    answer, one = episode.chat([first], script(episode, "Noise"))
+    service = episode.server.app.state.forest.service
+    cold = MediaCache(service._sink, capacity_bytes=0)
+    monkeypatch.setattr(service, "_media", cold)
+    _, two = episode.chat([first, answer, user(text("?"))], script(episode, "Yes"))
+    assert (two.parent_call_id, two.media) == (one.call_id, ())

@@ -29,11 +29,11 @@ def respond(
             "max_output_tokens": len(script),
             "extra_body": {"vllm_xargs": {"force": script}},
         }
-    seen = len(worker_prompts(episode._prompts_file))
+    seen = len(worker_prompts(episode.prompts_file))
     answer = episode.client.responses.create(
         model="tiny", input=items, **{"max_output_tokens": 4, **options}
     )
-    episode.served = worker_prompts(episode._prompts_file, seen)[0]
+    episode.served = worker_prompts(episode.prompts_file, seen)[0]
     return json.loads(answer.to_json())["output"], episode.record(answer.id)
 
 
