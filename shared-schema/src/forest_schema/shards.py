@@ -31,12 +31,15 @@ Delta = Mapping[str, NDArray[Any]]
 """Tensors of one call by name."""
 
 _DTYPES = {
-    "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16,
-    "F16": np.float16, "U32": np.uint32, "I32": np.int32, "F32": np.float32,
-    "U64": np.uint64, "I64": np.int64, "F64": np.float64,
+    name: np.dtype(code)
+    for name, code in (
+        ("BOOL", "?"), ("U8", "u1"), ("I8", "i1"), ("U16", "<u2"), ("I16", "<i2"), ("F16", "<f2"),
+        ("U32", "<u4"), ("I32", "<i4"), ("F32", "<f4"), ("U64", "<u8"), ("I64", "<i8"),
+        ("F64", "<f8"),
+    )
 }  # fmt: skip
 
-_NAMES = {np.dtype(dtype).newbyteorder("<"): name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError)
 """What a damaged header raises when it is taken apart."""
@@ -229,6 +232,5 @@ class ShardReader:
 
     def _tensor(self, info: dict[str, Any]) -> NDArray[Any]:
         start, end = info["data_offsets"]
-        dtype = np.dtype(_DTYPES[info["dtype"]]).newbyteorder("<")
         data = self._source.read(self._data_start + start, end - start)
-        return np.frombuffer(data, dtype=dtype).reshape(info["shape"])
+        return np.frombuffer(data, dtype=_DTYPES[info["dtype"]]).reshape(info["shape"])

@@ -202,7 +202,7 @@ def _row_edges(number: int, item: RowInput, layout: Layout) -> Edges:
         row_E=np.full(count, number, np.int64),
         index_E=target_N.astype(np.int64),
     )
-    return edges.take(source_N >= 0)
+    return edges if layout.context_ranks == 1 else edges.take(source_N >= 0)
 
 
 def _sampling(

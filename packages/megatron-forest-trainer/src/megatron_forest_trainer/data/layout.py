@@ -71,7 +71,8 @@ class Layout:
         whole: NDArray[np.generic] = np.full(self.total, fill, dtype)
         for start, row in zip(self.slots[:-1], rows, strict=True):
             whole[start : start + len(row)] = row
-        return whole[self.positions].reshape(self.grid)
+        own = whole if self.context_ranks == 1 else whole[self.positions]
+        return own.reshape(self.grid)
 
 
 def fixed_layout(
