@@ -1,4 +1,4 @@
-"""The example as a package: its files import each other as `toolbox`."""
+"""The examples as packages: their files import each other as `toolbox` and `pictures`."""
 
 import sys
 from pathlib import Path

@@ -9,19 +9,23 @@ import pytest
 
 from tests.end_to_end.conftest import EXAMPLES
 
-TOOLBOX = EXAMPLES / "toolbox"
+FOLDERS = {"boxes": "toolbox", "images": "pictures"}
+"""Flavour of the demo -> where its model is made."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.requirement("L3", "L4")
-def test_the_demo_holds_its_own_gates_and_leaves_its_results(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flavour", FOLDERS)
+def test_the_demo_holds_its_own_gates_and_leaves_its_results(tmp_path: Path, flavour: str) -> None:
     model, out = tmp_path / "model", tmp_path / "out"
-    subprocess.run([sys.executable, str(TOOLBOX / "make_model.py"), str(model)], check=True)
+    script = EXAMPLES / FOLDERS[flavour] / "make_model.py"
+    subprocess.run([sys.executable, str(script), str(model)], check=True)
     subprocess.run(
-        [sys.executable, str(TOOLBOX / "run.py"), "--out", str(out), "--model", str(model)],
+        [sys.executable, str(EXAMPLES / "toolbox" / "run.py"), "--flavour", flavour,
+         "--out", str(out), "--model", str(model)],
         check=True,
-    )
+    )  # fmt: skip
     records = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     assert len(records) >= 10
     assert any(r["valid_rows"] > r["logical_rollouts"] for r in records)
