@@ -39,6 +39,6 @@ def test_pictures_show_their_colour_and_need_no_resizing():
     for task in itertools.islice(tasks(4), 20):
         for picture in task["pictures"]:
             image = paint(picture)
-            assert not (image.width % 28 or image.height % 28)
+            assert (image.width % 28, image.height % 28) == (0, 0)
             colour = np.asarray(COLOURS[picture["colour"]])
             assert np.abs(np.asarray(image).astype(int) - colour).max() <= NOISE
