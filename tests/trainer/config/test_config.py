@@ -261,6 +261,19 @@ def test_known_key_paths_are_the_written_ones() -> None:
             "at least train_mb_tokens",
         ),
         (
+            ["policy.forest_execution.enabled=true", "policy.sequence_packing.enabled=true"],
+            "policy.forest_execution.enabled",
+            "must be false with policy.sequence_packing.enabled",
+        ),
+        (
+            [
+                "policy.forest_execution.enabled=true",
+                "policy.forest_execution.max_tokens_per_bin=16383",
+            ],
+            "policy.forest_execution.max_tokens_per_bin",
+            "below policy.max_total_sequence_length 16384",
+        ),
+        (
             ["async_rl.enabled=true"],
             "loss_fn.use_importance_sampling_correction",
             "must be true with async_rl.enabled",
@@ -300,6 +313,9 @@ def test_bin_sizes_follow_from_the_microbatch_sizes() -> None:
         "", ["policy.max_total_sequence_length=100", "policy.train_micro_batch_size=3"]
     )
     assert (config.train_mb_tokens, config.logprob_mb_tokens) == (300, 300)
+    assert config.forest_bin_tokens == 300
+    bin_tokens = ["policy.forest_execution.max_tokens_per_bin=20000"]
+    assert parse_config("", bin_tokens).forest_bin_tokens == 20_000
     assert config.rollouts_per_step == 512
 
 

@@ -50,6 +50,27 @@ async def say_four(
     return {"responses": responses, "reward": float(sampling["seed"] % 2)}
 
 
+async def branch(
+    client: openai.AsyncOpenAI,
+    task: dict[str, Any],
+    *,
+    model: str,
+    sampling: dict[str, Any],
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Two scripted continuations of one turn; the reward is the parity of the rollout's seed."""
+    history: list[Any] = [{"role": "user", "content": "say 5"}]
+    first = await client.chat.completions.create(model=model, messages=history)
+    history.append({"role": "assistant", "content": first.choices[0].message.content})
+    responses = [first.model_dump()]
+    for tokens in (4, 6):
+        answer = await client.chat.completions.create(
+            model=model, messages=[*history, {"role": "user", "content": f"say {tokens}"}]
+        )
+        responses.append(answer.model_dump())
+    return {"responses": responses, "reward": float(sampling["seed"] % 2)}
+
+
 async def broken(*_: Any, **__: Any) -> dict[str, Any]:
     """A harness with a bug."""
     raise KeyError("scripted bug")

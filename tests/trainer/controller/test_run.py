@@ -218,3 +218,29 @@ def test_what_cannot_be_reached_is_named_by_its_key(
         override = override.replace(f"={name}", f"={tmp_path / name}")
     with pytest.raises(RunFailed, match=told):
         run_grpo(load_config(path, [override], for_training=True))
+
+
+@pytest.mark.requirement("H8")
+def test_the_forest_in_one_pass_takes_the_steps_of_the_rows(model: Path, tmp_path: Path) -> None:
+    """The same rollouts, on fewer tokens: the turn that two branches share runs once."""
+    runs = []
+    for enabled in ("false", "true"):
+        with ScriptedServer(tmp_path / f"server-{enabled}", model, vocab=259) as server:
+            config = config_of(
+                server,
+                model,
+                tmp_path / enabled,
+                harness={"target": "tests.trainer.controller.agents:branch"},
+                token_capture={"selection_policy": "all_captured"},
+                # One after the other, so that the scripted tokens are the same in both runs.
+                async_rl={"max_concurrent_attempts": 1},
+            )
+            run = ForkedRun(config, f"policy.forest_execution.enabled={enabled}")
+            assert run.wait() == 0, run.stderr
+        runs.append(read_records(tmp_path / enabled / "out"))
+    for rows, forest in zip(*runs, strict=True):
+        assert rows["executed_tokens"] == rows["row_tokens"] == forest["row_tokens"]
+        assert forest["executed_tokens"] == forest["unique_tokens"]
+        assert rows["executed_tokens"] > forest["executed_tokens"]  # type: ignore[operator]
+        for name in ("loss", "grad_norm", "gen_kl_error", "entropy", "retained_tokens"):
+            assert forest[name] == pytest.approx(rows[name], rel=1e-4, abs=1e-7), name

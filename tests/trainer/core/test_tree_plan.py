@@ -32,12 +32,28 @@ def unique_tokens(rows) -> int:
     return len({(scope, tokens[:n]) for scope, tokens in rows for n in range(1, len(tokens) + 1)})
 
 
-def cheapest_cuts(rows, limit: int) -> tuple[int, int]:
+@given(TRIES)
+def test_a_run_of_rows_costs_its_unique_tokens(rows) -> None:
+    rows, lengths, shared = in_trie_order(rows)
+    sizes = RowSizes(lengths, shared)
+    for start, stop in itertools.combinations(range(len(rows) + 1), 2):
+        assert sizes.tokens(start, stop) == unique_tokens(rows[start:stop])
+
+
+@st.composite
+def row_sizes(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Lengths of up to 9 rows, and what each shares with the one before it."""
+    lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=9))
+    pairs = itertools.pairwise(lengths)
+    return lengths, [0, *(draw(st.integers(0, min(pair))) for pair in pairs)]
+
+
+def cheapest_cuts(rows: RowSizes, start: int, stop: int, limit: int) -> tuple[int, int]:
     """Least (tokens, pieces) over all ways to cut rows into runs of at most `limit` tokens."""
     costs = []
-    for cuts in itertools.product([False, True], repeat=len(rows) - 1):
-        edges = [0, *(i + 1 for i, here in enumerate(cuts) if here), len(rows)]
-        sizes = [unique_tokens(rows[a:b]) for a, b in itertools.pairwise(edges)]
+    for cuts in itertools.product([False, True], repeat=stop - start - 1):
+        edges = [start, *(start + i + 1 for i, here in enumerate(cuts) if here), stop]
+        sizes = [rows.tokens(*edge) for edge in itertools.pairwise(edges)]
         if max(sizes) <= limit:
             costs.append((sum(sizes), len(sizes)))
     return min(costs)
@@ -45,26 +61,18 @@ def cheapest_cuts(rows, limit: int) -> tuple[int, int]:
 
 @pytest.mark.requirement("H3")
 @settings(deadline=None)
-@given(TRIES, st.integers(0, 12))
-def test_a_forest_is_cut_where_the_fewest_tokens_are_repeated(rows, slack: int) -> None:
-    rows, lengths, shared = in_trie_order(rows)
-    limit = max(lengths) + slack
-    pieces = cut(RowSizes(lengths, shared), limit)
-    assert [place for piece in pieces for place in range(*piece)] == list(range(len(rows)))
-    sizes = [unique_tokens(rows[slice(*piece)]) for piece in pieces]
-    assert max(sizes) <= limit
-    tokens, _ = cheapest_cuts(rows, limit)
-    assert sum(sizes) == tokens
-    # Inside one trie there is no cut that costs something and could be left out.
+@given(row_sizes(), st.integers(0, 40))
+def test_a_forest_is_cut_where_the_fewest_tokens_are_repeated(sizes, slack: int) -> None:
+    lengths, shared = sizes
+    rows, limit = RowSizes(lengths, shared), max(lengths) + slack
+    pieces = cut(rows, limit)
+    assert [place for piece in pieces for place in range(*piece)] == list(range(len(lengths)))
     for start, stop in trie_runs(shared):
-        inside = [piece for piece in pieces if start <= piece[0] < stop]
-        if unique_tokens(rows[start:stop]) <= limit:
-            assert inside == [(start, stop)]
-        else:
-            assert cheapest_cuts(rows[start:stop], limit) == (
-                sum(unique_tokens(rows[slice(*piece)]) for piece in inside),
-                len(inside),
-            )
+        tokens = [rows.tokens(*piece) for piece in pieces if start <= piece[0] < stop]
+        assert max(tokens) <= limit
+        whole = (rows.tokens(start, stop), 1)
+        cheapest = whole if whole[0] <= limit else cheapest_cuts(rows, start, stop, limit)
+        assert (sum(tokens), len(tokens)) == cheapest
 
 
 def trie_runs(shared):

@@ -6,10 +6,10 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron_forest_trainer.model import parallel
-from megatron_forest_trainer.model.attention import SDPAVarlenAttention
 from megatron_forest_trainer.model.hf_config import ModelShape
 from megatron_forest_trainer.model.parallel import Parallelism
 from megatron_forest_trainer.model.transformer import transformer_config
+from megatron_forest_trainer.model.tree import TreeAttention
 
 from tests.trainer.megatron.support import VOCAB
 
@@ -47,7 +47,7 @@ def make_mixture(**overrides: Any) -> GPTModel:
         | overrides,
     )
     spec = get_gpt_layer_local_spec(num_experts=EXPERTS, qk_layernorm=True, normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = SDPAVarlenAttention
+    spec.submodules.self_attention.submodules.core_attention = TreeAttention
     torch.manual_seed(5)
     return GPTModel(
         config=config,

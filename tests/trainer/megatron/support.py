@@ -24,7 +24,14 @@ from megatron_forest_trainer.config.load import config_from_mapping
 from megatron_forest_trainer.config.schema import Config
 from megatron_forest_trainer.core.forest import build_rows
 from megatron_forest_trainer.core.padding import pad_groups
-from megatron_forest_trainer.core.plan import BatchShape, PlannedRow, StepPlan, plan_step
+from megatron_forest_trainer.core.plan import (
+    BatchShape,
+    ForestShape,
+    PlannedRow,
+    StepPlan,
+    plan_step,
+)
+from megatron_forest_trainer.core.tree import shared_prefixes
 from numpy.typing import NDArray
 
 from tests.support.transformers_cpu import import_transformers
@@ -267,7 +274,12 @@ def make_step(
         PlannedRow(row_id=f"extra/pad{n}", plan=None)
         for n in range(extra_padding * shape.row_multiple)
     ]
-    return Step(plan_step(0, rows, shape).encode(), MemoryReader(deltas))
+    reader = MemoryReader(deltas)
+    shared = None
+    if isinstance(shape, ForestShape):
+        plans = [row.plan for row in rows if row.plan is not None]
+        shared = shared_prefixes(plans, reader, across_rollouts=shape.across_rollouts)
+    return Step(plan_step(0, rows, shape, shared).encode(), reader)
 
 
 def full_gradients(learner: Any) -> dict[str, NDArray[np.float32]]:

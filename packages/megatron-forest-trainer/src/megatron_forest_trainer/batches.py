@@ -15,9 +15,10 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 
 from megatron_forest_trainer.config.schema import Config, LossConfig
-from megatron_forest_trainer.core.plan import FixedShape, StepPlan
+from megatron_forest_trainer.core.plan import ForestShape, PackedShape, StepPlan
 from megatron_forest_trainer.core.types import Row, RowPlan
 from megatron_forest_trainer.data.collate import Collator, Microbatch, RowInput
+from megatron_forest_trainer.data.tree import TreeCollator
 from megatron_forest_trainer.loss.correction import importance_weights
 from megatron_forest_trainer.loss.edges import Edges
 from megatron_forest_trainer.model.hf_config import VisionShape
@@ -99,18 +100,18 @@ class BatchMaker:
             correction_N=correction_N,
         )
 
-    def _collator(self, plan: StepPlan) -> Collator:
-        packed = not isinstance(plan.shape, FixedShape)
-        multiple = int(np.lcm(self.divisible_by, self.parallelism.token_multiple))
-        return Collator(
-            packed=packed,
-            multiple=multiple,
-            context_ranks=self.parallelism.context,
-            context_rank=parallel_state.get_context_parallel_rank(),
-            device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-            vision=self.vision,
-            reads_images=parallel_state.is_pipeline_first_stage(),
-        )
+    def _collator(self, plan: StepPlan) -> Collator | TreeCollator:
+        common: dict[str, Any] = {
+            "multiple": int(np.lcm(self.divisible_by, self.parallelism.token_multiple)),
+            "context_ranks": self.parallelism.context,
+            "context_rank": parallel_state.get_context_parallel_rank(),
+            "device": torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+            "vision": self.vision,
+            "reads_images": parallel_state.is_pipeline_first_stage(),
+        }
+        if isinstance(plan.shape, ForestShape):
+            return TreeCollator(across_rollouts=plan.shape.across_rollouts, **common)
+        return Collator(packed=isinstance(plan.shape, PackedShape), **common)
 
 
 class RowValues:

@@ -45,6 +45,7 @@ from megatron_forest_trainer.model.checks import check_model, mask_expert_load
 from megatron_forest_trainer.model.hf_config import read_model_shape
 from megatron_forest_trainer.model.hf_io import export_weights, load_weights
 from megatron_forest_trainer.model.transformer import build_model, transformer_config
+from megatron_forest_trainer.model.tree import enable_tree_execution
 from megatron_forest_trainer.optimization import Trainable, make_trainable
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,7 @@ class Learner:
         _check_device(config.policy.device)
         parallel.initialize(self.parallelism, seed=config.grpo.seed)
         self.shape = read_model_shape(hf_dir)
+        trees = config.policy.forest_execution.enabled
         if module is None:
             module = build_model(
                 self.shape,
@@ -112,9 +114,12 @@ class Learner:
                     recompute=cfg.activation_checkpointing,
                 ),
                 freeze_vision_model=cfg.freeze_vision_model,
+                trees=trees,
             )
             load_weights(module, self.shape, hf_dir)
         check_model(module)
+        if trees:
+            enable_tree_execution(module)
         self.module = module
         self.trainable: Trainable = make_trainable(module, config)
         self._passes = Passes(

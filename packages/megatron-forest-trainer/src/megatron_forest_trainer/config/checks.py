@@ -141,9 +141,22 @@ def _batch_problems(config: Config) -> Iterator[Finding]:
             "grpo.num_generations_per_prompt",
             "must be at least 2: a group of one rollout has no baseline, so no advantage",
         )
+    longest = policy.max_total_sequence_length
+    if policy.forest_execution.enabled:
+        if packing.enabled:
+            yield (
+                "policy.forest_execution.enabled",
+                "must be false with policy.sequence_packing.enabled: both say what a bin holds; "
+                "choose one",
+            )
+        if config.forest_bin_tokens < longest:
+            yield (
+                "policy.forest_execution.max_tokens_per_bin",
+                f"is {config.forest_bin_tokens}, below policy.max_total_sequence_length "
+                f"{longest}: the longest row would fit no bin",
+            )
     if not packing.enabled or min(sizes.values()) < 1:
         return
-    longest = policy.max_total_sequence_length
     if config.train_mb_tokens < longest:
         yield (
             "policy.sequence_packing.train_mb_tokens",

@@ -109,6 +109,19 @@ class SequencePackingConfig(Section, frozen=True):
     """Bin planner; both names mean first-fit-decreasing."""
 
 
+class ForestExecutionConfig(Section, frozen=True):
+    """The forest in one pass: tokens that rows share are computed once."""
+
+    enabled: bool = False
+    """Bins that hold each shared token once, instead of fixed microbatches or packed bins of
+    rows. Same loss and gradients."""
+    merge_across_rollouts: bool = True
+    """Share equal prefixes of all rollouts of a prompt group; false shares within a rollout."""
+    max_tokens_per_bin: Positive | None = None
+    """Tokens of a bin, shared ones counted once; null is `max_total_sequence_length *
+    train_micro_batch_size`."""
+
+
 class GenerationConfig(Section, frozen=True):
     """Sampling parameters that the harness is asked to use."""
 
@@ -166,3 +179,5 @@ class PolicyConfig(Section, frozen=True):
     """Must stay off."""
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     """Packed execution."""
+    forest_execution: ForestExecutionConfig = ForestExecutionConfig()
+    """The forest in one pass."""

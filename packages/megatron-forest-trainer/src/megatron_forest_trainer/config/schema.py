@@ -313,6 +313,13 @@ class Config(Section, frozen=True):
         )
 
     @property
+    def forest_bin_tokens(self) -> int:
+        """Tokens of a bin of the forest in one pass."""
+        return self.policy.forest_execution.max_tokens_per_bin or (
+            self.policy.max_total_sequence_length * self.policy.train_micro_batch_size
+        )
+
+    @property
     def rollout_timeout_s(self) -> float | None:
         """Time limit of a prompt group, under either of its names."""
         failure = self.async_rl.rollout_failure

@@ -28,6 +28,7 @@ from megatron_forest_trainer.controller.worker import LearnerThread
 from megatron_forest_trainer.core.batch import Batch
 from megatron_forest_trainer.core.metrics import TokenErrors
 from megatron_forest_trainer.core.plan import BatchShape
+from megatron_forest_trainer.core.types import DeltaReader
 from megatron_forest_trainer.logging_.progress import Reporter
 from megatron_forest_trainer.logging_.records import RecordWriter, StepRecord
 
@@ -46,6 +47,7 @@ class GrpoLoop:
     run_directory: RunDirectory
     client: ControlClient
     learner: LearnerThread
+    reader: DeltaReader
     collector: StepCollector
     cleaner: Cleaner
     writer: RecordWriter
@@ -85,11 +87,12 @@ class GrpoLoop:
         """
         rollouts_done = time.monotonic()
         groups = steps.prompt_groups(collected.groups)
-        layout = steps.plan(step, groups, self.config, self.shape)
+        shared = await asyncio.to_thread(steps.shared_tokens, groups, self.shape, self.reader)
+        layout = steps.plan(step, groups, self.config, self.shape, shared=shared)
         with self.reporter.start(f"step {step} training", 3) as work:
             row_errors = await self.learner.logprobs(layout.plan)
             work.advance(note="log-probabilities")
-            batch = steps.plan(step, groups, self.config, self.shape, row_errors)
+            batch = steps.plan(step, groups, self.config, self.shape, row_errors, shared)
             stats = await self.learner.train_step(batch.plan)
             work.advance(note="optimizer step")
             self.completed = step

@@ -186,6 +186,7 @@ def make_loop(
         run_directory=setup.run,
         client=client,
         learner=learner,
+        reader=reader,
         collector=collector,
         cleaner=Cleaner(
             client,

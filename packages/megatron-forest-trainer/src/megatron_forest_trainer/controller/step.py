@@ -1,7 +1,8 @@
 """From a step's prompt groups to its plans and its record.
 
-Guarantees: pure; the layout that the log-probability pass runs and the one that trains are the
-same, whatever was filtered in between; metric names are those of the metrics reference.
+Guarantees: pure, but for `shared_tokens`; the layout that the log-probability pass runs and the one
+that trains are the same, whatever was filtered in between; metric names are those of the metrics
+reference.
 """
 
 import time
@@ -20,7 +21,9 @@ from megatron_forest_trainer.core.batch import (
     plan_batch,
 )
 from megatron_forest_trainer.core.metrics import TokenErrors, error_metrics, rollout_metrics
-from megatron_forest_trainer.core.plan import BatchShape, FixedShape, PackedShape
+from megatron_forest_trainer.core.plan import BatchShape, FixedShape, ForestShape, PackedShape
+from megatron_forest_trainer.core.tree import SharedPrefixes, shared_prefixes
+from megatron_forest_trainer.core.types import DeltaReader
 from megatron_forest_trainer.learner import StepStats
 from megatron_forest_trainer.logging_.records import Value
 
@@ -34,6 +37,13 @@ def batch_shape(config: Config, *, data_parallel: int, slot_multiple: int) -> Ba
     `slot_multiple` is the number of tokens that a row's slot is a multiple of.
     """
     policy = config.policy
+    if policy.forest_execution.enabled:
+        return ForestShape(
+            data_parallel=data_parallel,
+            max_tokens=config.forest_bin_tokens,
+            across_rollouts=policy.forest_execution.merge_across_rollouts,
+            align=slot_multiple,
+        )
     if policy.sequence_packing.enabled:
         return PackedShape(
             data_parallel=data_parallel,
@@ -87,12 +97,25 @@ def plan(
     config: Config,
     shape: BatchShape,
     row_errors: Mapping[str, TokenErrors] | None = None,
+    shared: SharedPrefixes | None = None,
 ) -> Batch:
     """The step's plan: without `row_errors` for the log-probability pass, with them to train.
 
-    Raises `NoRetainedTokens` where nothing trains.
+    `shared` is what `shared_tokens` found. Raises `NoRetainedTokens` where nothing trains.
     """
-    return plan_batch(step, groups, advantage_rules(config), shape, row_errors=row_errors)
+    return plan_batch(
+        step, groups, advantage_rules(config), shape, row_errors=row_errors, shared=shared
+    )
+
+
+def shared_tokens(
+    groups: Sequence[PromptGroup], shape: BatchShape, reader: DeltaReader
+) -> SharedPrefixes | None:
+    """What the step's rows share, where the shape needs it. Blocking: reads their tokens."""
+    if not isinstance(shape, ForestShape):
+        return None
+    rows = [row for group in groups for outcome in group.outcomes for row in outcome.rollout.rows]
+    return shared_prefixes(rows, reader, across_rollouts=shape.across_rollouts)
 
 
 def staleness(step: int, groups: Sequence[Group]) -> dict[str, float]:

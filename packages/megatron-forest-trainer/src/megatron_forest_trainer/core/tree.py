@@ -19,15 +19,30 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from forest_schema import MediaOccurrence
 from numpy.typing import NDArray
 
 from megatron_forest_trainer.core.rows import assemble
 from megatron_forest_trainer.core.types import DeltaReader, Row, RowPlan
 
 
-def merge_keys(row: Row) -> NDArray[np.uint8]:
-    """`[tokens, w]` bytes: what must agree, token by token, for two rows to share a prefix."""
-    return row.tokens_T.astype("<i4", copy=False).view(np.uint8).reshape(-1, 4)
+def merge_keys(rows: Sequence[Row]) -> list[NDArray[np.uint8]]:
+    """Per row `[tokens, w]` bytes: what must agree, token by token, to share a prefix.
+
+    That is the token and, at an image, the image: its processed tensors and its geometry.
+    """
+    columns: list[list[NDArray[Any]]] = [[row.tokens_T.astype("<i4")[:, None]] for row in rows]
+    if any(row.media is not None for row in rows):
+        images: dict[MediaOccurrence, int] = {}
+        for row, own in zip(rows, columns, strict=True):
+            image_T = np.zeros((len(row.tokens_T), 1), "<i4")
+            for occurrence in row.media.occurrences if row.media is not None else ():
+                # Where it came from and where it stands do not change what the model sees.
+                seen = msgspec.structs.replace(occurrence, offset=0, identity="")
+                number = images.setdefault(seen, len(images) + 1)
+                image_T[occurrence.offset : occurrence.end] = number
+            own.append(image_T)
+    return [np.concatenate([column.view(np.uint8) for column in own], axis=1) for own in columns]
 
 
 def merge_scope(plan: RowPlan, *, across_rollouts: bool) -> str:
@@ -45,23 +60,19 @@ class TrieOrder(NamedTuple):
 
 
 def trie_order(keys: Sequence[NDArray[np.uint8]], scopes: Sequence[Hashable]) -> TrieOrder:
-    """The trie order of rows with `merge_keys` `keys`. Scopes keep their order.
+    """The trie order of rows by their `merge_keys`. Scopes keep their order.
 
     In lexicographic order all rows with a common prefix are neighbours, and what two rows share is
     the least that any neighbours between them share.
     """
     numbers: dict[Hashable, int] = {}
-    # Keys of different widths never agree.
-    kinds = [
-        numbers.setdefault((scope, key.shape[1]), len(numbers))
-        for key, scope in zip(keys, scopes, strict=True)
-    ]
+    numbered = [numbers.setdefault(scope, len(numbers)) for scope in scopes]
     texts = [key.tobytes() for key in keys]
-    order = sorted(range(len(keys)), key=lambda row: (kinds[row], texts[row], row))
+    order = sorted(range(len(keys)), key=lambda row: (numbered[row], texts[row], row))
     shared = [0] * len(order)
     for place in range(1, len(order)):
         before, row = order[place - 1], order[place]
-        if kinds[before] == kinds[row]:
+        if numbered[before] == numbered[row]:
             shared[place] = _agreement(keys[before], keys[row])
     return TrieOrder(tuple(order), tuple(shared))
 
@@ -93,7 +104,7 @@ def shared_prefixes(
     row_ids: list[str] = []
     shared: list[int] = []
     for scope, members in scopes.items():
-        keys = [merge_keys(assemble(plan, reader)) for plan in members]
+        keys = merge_keys([assemble(plan, reader) for plan in members])
         found = trie_order(keys, [scope] * len(keys))
         row_ids += (members[row].row_id for row in found.order)
         shared += found.shared
@@ -148,7 +159,7 @@ class Tree:
     def gather(self, rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """Per-row arrays (axis 0 is the row's tokens) as one array over the layout."""
         parts = [rows[row][shared:] for row, shared in zip(*self.trie, strict=True)]
-        return np.concatenate(parts)
+        return np.concatenate(parts) if parts else np.empty(0)
 
 
 def build_tree(lengths: Sequence[int], trie: TrieOrder) -> Tree:

@@ -18,6 +18,7 @@ from megatron_forest_trainer.data.images import (
     MediaBatch,
     check_images,
     media_batch,
+    placed_images,
     positions_3T,
 )
 from megatron_forest_trainer.data.layout import (
@@ -109,11 +110,11 @@ class Collator:
         media = None
         if self.reads_images:
             images = [None if item.row is None else item.row.media for item in rows]
-            media = media_batch(images, layout, self.device)
+            media = media_batch(placed_images(images, layout), layout, self.device)
         artificial = layout.scatter([_artificial(item) for item in rows], fill=True, dtype=np.bool_)
         edges = concatenate(
             [
-                _row_edges(number, item, layout)
+                row_edges(number, item, layout.row_index(number))
                 for number, item in enumerate(rows)
                 if item.row is not None and (item.trains or not training)
             ]
@@ -175,8 +176,11 @@ def _artificial(item: RowInput) -> NDArray[np.bool_]:
     return mask_T
 
 
-def _row_edges(number: int, item: RowInput, layout: Layout) -> Edges:
-    """Edges of row `number` whose source position is on this rank."""
+def row_edges(number: int, item: RowInput, index_T: NDArray[np.int64]) -> Edges:
+    """Edges of row `number` whose source position is on this rank.
+
+    `index_T` is where each token of the row lies on this rank, -1 for elsewhere.
+    """
     row = item.row
     assert row is not None
     target_N = np.flatnonzero(row.loss_mask_T)
@@ -187,7 +191,7 @@ def _row_edges(number: int, item: RowInput, layout: Layout) -> Edges:
         )
     temperature_T, top_p_T, top_k_T = _sampling(row)
     count = len(target_N)
-    source_N = layout.local_index[layout.slots[number] + target_N - 1]
+    source_N = index_T[target_N - 1]
     edges = Edges(
         source_E=source_N,
         target_E=row.tokens_T[target_N].astype(np.int64),

@@ -106,21 +106,29 @@ def positions_3T(row: Row, vision: VisionShape) -> NDArray[np.int64]:
     return rope_positions(len(row.tokens_T), images, vision.merge_size)
 
 
+PlacedImage = tuple[MediaOccurrence, Mapping[str, NDArray[Any]], NDArray[np.int64]]
+"""An image with its tensors, and the positions of its embeddings in the whole microbatch."""
+
+
+def placed_images(rows: Sequence[RowMedia | None], layout: Layout) -> list[PlacedImage]:
+    """The images of a microbatch's rows, in row and path order."""
+    return [
+        (occurrence, tensors, start + embedded_positions(occurrence))
+        for start, media in zip(layout.slots[:-1], rows, strict=True)
+        if media is not None
+        for occurrence, tensors in zip(media.occurrences, media.tensors, strict=True)
+    ]
+
+
 def media_batch(
-    rows: Sequence[RowMedia | None], layout: Layout, device: torch.device | str
+    images: Sequence[PlacedImage], layout: Layout, device: torch.device | str
 ) -> MediaBatch | None:
-    """The images of a microbatch's rows, in row and path order; None where it has none."""
-    pixels, grids, positions = [], [], []
-    for start, media in zip(layout.slots[:-1], rows, strict=True):
-        if media is None:
-            continue
-        for occurrence, tensors in zip(media.occurrences, media.tensors, strict=True):
-            pixels.append(normalized_pixels(occurrence, tensors))
-            grids.append(occurrence.grid)
-            positions.append(start + embedded_positions(occurrence))
-    if not pixels:
+    """A microbatch's images, in the order given; None where it has none."""
+    if not images:
         return None
-    target_M = layout.local_index[np.concatenate(positions)]
+    pixels = [normalized_pixels(occurrence, tensors) for occurrence, tensors, _ in images]
+    grids = [occurrence.grid for occurrence, _, _ in images]
+    target_M = layout.local_index[np.concatenate([positions for _, _, positions in images])]
     here_M = np.flatnonzero(target_M >= 0)
     return MediaBatch(
         pixels=torch.from_numpy(np.concatenate(pixels)).to(device),

@@ -12,6 +12,7 @@ one behind the other into one line `[1, t]`. Both pad at the end of a slot only.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,18 +45,21 @@ class Layout:
         return lines, self.total // self.context_ranks // lines
 
     @cached_property
+    def held(self) -> tuple[range, ...]:
+        """Stretches of whole-microbatch positions that this rank holds, in its order."""
+        if self.context_ranks == 1:
+            return (range(self.total),)
+        chunks = (self.context_rank, 2 * self.context_ranks - 1 - self.context_rank)
+        held = []
+        for start, end in pairwise(self.slots):
+            size = (end - start) // (2 * self.context_ranks)
+            held += [range(start + n * size, start + (n + 1) * size) for n in chunks]
+        return tuple(held)
+
+    @cached_property
     def positions(self) -> NDArray[np.int64]:
         """Flattened whole-microbatch positions that this rank holds, in its order."""
-        if self.context_ranks == 1:
-            return np.arange(self.total)
-        held = []
-        for start, end in zip(self.slots[:-1], self.slots[1:], strict=True):
-            chunks = np.arange(start, end).reshape(2 * self.context_ranks, -1)
-            held += [
-                chunks[self.context_rank],
-                chunks[2 * self.context_ranks - 1 - self.context_rank],
-            ]
-        return np.concatenate(held)
+        return np.concatenate([np.arange(part.start, part.stop) for part in self.held])
 
     @cached_property
     def local_index(self) -> NDArray[np.int64]:
@@ -63,6 +67,10 @@ class Layout:
         index = np.full(self.total, -1, np.int64)
         index[self.positions] = np.arange(len(self.positions))
         return index
+
+    def row_index(self, row: int) -> NDArray[np.int64]:
+        """Where each token of a row lies on this rank; -1 for elsewhere."""
+        return self.local_index[self.slots[row] : self.slots[row] + self.lengths[row]]
 
     def scatter(
         self, rows: Sequence[NDArray[np.generic]], fill: int, dtype: type

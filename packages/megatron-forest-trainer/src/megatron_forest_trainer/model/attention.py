@@ -60,7 +60,7 @@ class SDPAVarlenAttention(MegatronModule):
         are `cu_seqlens_q` (of the whole sequence, under context parallelism too).
         """
         if self.cp_group is not None:
-            key, value = _gather(key, self.cp_group), _gather(value, self.cp_group)
+            key, value = gather(key, self.cp_group), gather(value, self.cp_group)
         if packed_seq_params is None:
             return self._segment(query, key, value).flatten(2)
         segments = packed_seq_params.cu_seqlens_q.tolist()
@@ -78,7 +78,7 @@ class SDPAVarlenAttention(MegatronModule):
             return self._attend(query, key, value)
         ranks, rank = self.cp_group.size(), self.cp_group.rank()
         chunk = query.shape[0] // 2
-        key, value = (_natural_order(tensor, ranks) for tensor in (key, value))
+        key, value = (natural_order(tensor, ranks) for tensor in (key, value))
         outputs = []
         for number, part in ((rank, query[:chunk]), (2 * ranks - 1 - rank, query[chunk:])):
             seen = (number + 1) * chunk
@@ -117,7 +117,7 @@ def _rank_parts(tensor: torch.Tensor, start: int, end: int, ranks: int) -> torch
     return whole[:, start // ranks : end // ranks].flatten(0, 1)[:, None]
 
 
-def _natural_order(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
+def natural_order(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
     """A segment's positions in order, from the ranks' pairs of chunks."""
     chunks = tensor.chunk(2 * ranks)
     held_by = {rank: 2 * rank for rank in range(ranks)}
@@ -144,6 +144,7 @@ class _AllGather(torch.autograd.Function):
         return grad.chunk(ctx.group.size())[ctx.group.rank()], None
 
 
-def _gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """`[s, ...]` of every rank -> `[n * s, ...]`, rank-major, with gradient."""
     gathered: torch.Tensor = _AllGather.apply(tensor, group)
     return gathered

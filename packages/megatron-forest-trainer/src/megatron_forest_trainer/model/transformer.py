@@ -26,6 +26,7 @@ from megatron_forest_trainer.model.attention import SDPAVarlenAttention
 from megatron_forest_trainer.model.hf_config import MixtureShape, ModelShape
 from megatron_forest_trainer.model.norms import LocalRMSNorm
 from megatron_forest_trainer.model.parallel import Parallelism
+from megatron_forest_trainer.model.tree import TreeAttention
 from megatron_forest_trainer.model.vision_language import VisionLanguageModel
 
 
@@ -148,12 +149,15 @@ def _mixture_fields(mixture: MixtureShape) -> dict[str, Any]:
     }
 
 
-def layer_specs(config: TransformerConfig) -> Any:
-    """What the transformer block is made of."""
+def layer_specs(config: TransformerConfig, *, trees: bool = False) -> Any:
+    """What the transformer block is made of; with `trees` its attention runs tries too."""
     if use_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(
+        layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm
         )
+        if trees:
+            layer.submodules.self_attention.submodules.core_attention = TreeAttention
+        return layer
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         qk_layernorm=config.qk_layernorm,
@@ -165,7 +169,7 @@ def layer_specs(config: TransformerConfig) -> Any:
     if config.qk_layernorm:
         attention.q_layernorm = LocalRMSNorm
         attention.k_layernorm = LocalRMSNorm
-    attention.core_attention = SDPAVarlenAttention
+    attention.core_attention = TreeAttention if trees else SDPAVarlenAttention
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=LocalRMSNorm
     )
@@ -177,15 +181,19 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
 
 
 def build_model(
-    shape: ModelShape, config: TransformerConfig, *, freeze_vision_model: bool = False
+    shape: ModelShape,
+    config: TransformerConfig,
+    *,
+    freeze_vision_model: bool = False,
+    trees: bool = False,
 ) -> GPTModel:
     """This rank's part of the model, with arbitrary weights, on its device.
 
-    Needs `model.parallel.initialize`.
+    `trees` gives it attention that runs tries. Needs `model.parallel.initialize`.
     """
     fields = {
         "config": config,
-        "transformer_layer_spec": layer_specs(config),
+        "transformer_layer_spec": layer_specs(config, trees=trees),
         "vocab_size": padded_vocab_size(shape.vocab_size, config.tensor_model_parallel_size),
         "max_sequence_length": shape.max_position_embeddings,
         "pre_process": parallel_state.is_pipeline_first_stage(),
