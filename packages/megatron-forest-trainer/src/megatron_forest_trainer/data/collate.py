@@ -206,7 +206,8 @@ def row_edges(number: int, item: RowInput, index_T: NDArray[np.int64]) -> Edges:
         row_E=np.full(count, number, np.int64),
         index_E=target_N.astype(np.int64),
     )
-    return edges if layout.context_ranks == 1 else edges.take(source_N >= 0)
+    here_N = source_N >= 0
+    return edges if here_N.all() else edges.take(here_N)
 
 
 def _sampling(
