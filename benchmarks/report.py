@@ -173,6 +173,8 @@ def _panel(axis: object, section: str, rows: Sequence[Figure], names: Sequence[s
                 other.spread for other in row.others if other.name == name
             ]  # fmt: skip
             points += [(row.x, spread) for spread in found]
+        if not points:
+            continue
         limit = any(other.limit for row in rows for other in row.others if other.name == name)
         middle = [spread.median for _, spread in points]
         below = [spread.median - spread.low for _, spread in points]
