@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from tests.support.forests import Forest
 from tests.support.scripted_server import ScriptedServer
 from tests.trainer.controller.conftest import MakeCollector, client_of
+from tests.trainer.media.support import ImageRollout, picture
 
 
 @pytest.fixture
@@ -72,6 +73,24 @@ def test_json_holds_the_same_facts(run_dir: Path) -> None:
     parents = [call["parent_call_id"] for call in report["calls"]]
     assert parents == [None, None, report["calls"][1]["call_id"]]
     assert [call["scored"] for call in report["calls"]] == [False, False, True]
+
+
+def test_images_of_a_call_are_counted(tmp_path: Path) -> None:
+    rollout = ImageRollout("r0")
+    rollout.see("a", None, [1, picture(1, 2, 2), picture(2, 2, 4)], [3])
+    rollout.see("b", "a", [picture(1, 2, 2)], [4])
+    rollout.see("c", "b", [5], [6])
+    (tmp_path / "receipt.json").write_bytes(msgspec.json.encode(rollout.receipt()))
+    shown = CliRunner().invoke(
+        app, ["inspect", str(tmp_path / "receipt.json")], env={"COLUMNS": "160"}
+    )
+    lines = [line for line in shown.output.splitlines() if "prompt" in line]
+    assert ["2 images" in lines[0], "1 image" in lines[1], "image" in lines[2]] == [
+        True,
+        True,
+        False,
+    ]
+    assert "images" not in lines[1]
 
 
 def test_a_step_a_file_and_a_bare_receipt_can_be_named(run_dir: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from forest_schema import MediaOccurrence
+from forest_schema import MediaOccurrence, Receipt
 from forest_schema.digests import delta_digest
 from forest_schema.media import (
     MediaTensor,
@@ -171,6 +171,18 @@ class ImageRollout(Rollout):
             media_digest=media_digest(occurrences) if occurrences else None,
             required_features=features_of(delta),
             delta=msgspec.structs.replace(record.delta, digest=delta_digest(delta)),
+        )
+
+    def receipt(self) -> Receipt:
+        """What the server would hand out after the attempt."""
+        return Receipt(
+            store="s",
+            partition="p",
+            attempt_id=f"att_{self.rollout_id}",
+            rollout_id=self.rollout_id,
+            group_id=self.group_id,
+            closed=True,
+            calls=tuple(self.records),
         )
 
     def images(self, call_id: str | None) -> list[tuple[MediaOccurrence, NDArray[Any]]]:

@@ -37,6 +37,8 @@ class CallReport(msgspec.Struct, frozen=True, kw_only=True):
     prompt_delta_len: int
     generated_len: int
     cum_len: int
+    images: int
+    """Images that the call added to its prompt."""
     status: str
     finish_reason: str | None
     weight_versions: tuple[str, ...]
@@ -210,6 +212,7 @@ def _call(
         prompt_delta_len=record.prompt_delta_len,
         generated_len=record.generated_len,
         cum_len=record.cum_len,
+        images=len(record.media),
         status=record.status,
         finish_reason=record.finish_reason,
         weight_versions=tuple(dict.fromkeys(span.version for span in record.weight_spans)),

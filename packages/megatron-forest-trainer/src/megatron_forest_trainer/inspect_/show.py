@@ -70,6 +70,8 @@ def _call(call: CallReport) -> Text:
     line.append(f"{call.prev_len} + {call.prompt_delta_len} prompt ")
     line.append(f"+ {call.generated_len} generated", "green" if call.selected else "dim")
     line.append(f" = {call.cum_len}  {call.finish_reason or call.status}")
+    if call.images:
+        line.append(f"  {call.images} image{'s' * (call.images > 1)}", "blue")
     if call.root_reason is not None:
         line.append(f"  root: {call.root_reason}", "cyan")
     if call.weight_versions:
