@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from forest_schema.model_files import model_digests
+from forest_schema.shards import LOGPROBS
 from safetensors.numpy import load_file, save_file
 from vllm_forest_renderer import compat
 
@@ -120,6 +122,65 @@ def test_generation_in_flight_names_the_weights_of_each_token(
     ends = [span.end for span in record.weight_spans]
     assert starts[0] == 0
     assert ends == [*starts[1:], 250]
+
+
+@pytest.fixture
+def unlabelled(server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with an engine that does not say which weights made a token."""
+    monkeypatch.setattr(server.app.state.forest.control.engine, "labels_tokens", False)
+
+
+@pytest.mark.smoke
+@pytest.mark.requirement("C23")
+@pytest.mark.usefixtures("restored", "unlabelled")
+def test_without_labels_generations_and_updates_exclude_each_other(
+    server: EngineServer, qwen3_dir: Path, other_weights: Path
+) -> None:
+    attempt = server.open_attempt()
+    url = f"{server.base_url(attempt)}/chat/completions"
+    answers: list[httpx.Response] = []
+    stop = threading.Event()
+
+    def ask(length: int, stream: bool) -> None:
+        body = {"messages": [ASK], "max_tokens": length, "ignore_eos": True, "temperature": 0}
+        while not stop.is_set():
+            answers.append(httpx.post(url, json=body | {"stream": stream}, timeout=120))
+
+    askers = [
+        threading.Thread(target=ask, args=(length, stream))
+        for length, stream in ((1, False), (2, True), (3, False), (40, False))
+    ]
+    for asker in askers:
+        asker.start()
+    for step in range(8):
+        seen = len(answers)
+        wait_until(lambda seen=seen: len(answers) > seen)  # type: ignore[misc]
+        update(server, (other_weights, qwen3_dir)[step % 2], f"step-{step}")
+        # A call that comes while the engine is paused waits without being admitted.
+        if step == 4:
+            server.control.post("/pause").raise_for_status()
+            wait_until(lambda: not server.receipt(attempt).pending)
+            server.control.post("/resume").raise_for_status()
+    stop.set()
+    for asker in askers:
+        asker.join(120)
+    assert {answer.status_code for answer in answers} == {200}
+    receipt = server.close(attempt)
+    assert (receipt.failures, receipt.pending) == ((), ())
+    assert len(receipt.calls) == len(answers)
+    # Each call names one version, and its log-probabilities are those of that version's weights.
+    sink = server.app.state.forest.control.sink
+    versions = set()
+    values: dict[bool, set[float]] = {False: set(), True: set()}
+    for call in receipt.calls:
+        (span,) = call.weight_spans
+        assert (span.start, span.end) == (0, call.generated_len)
+        versions.add(span.version)
+        others = span.version != "default" and int(span.version.removeprefix("step-")) % 2 == 0
+        values[others].add(round(float(server.run(sink.get(call.delta))[LOGPROBS][0]), 3))
+    assert len(versions) >= 8
+    assert [len(found) for found in values.values()] == [1, 1]
+    assert values[False] != values[True]
 
 
 @pytest.mark.requirement("C23")

@@ -7,6 +7,7 @@ every hook stands aside. It does not reach thread pools: hooks are coroutine met
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,10 @@ class Call:
     """Tensors of captured occurrences. Raises `ForestError` (`missing_parent_evidence`)."""
     admit: Callable[["Call", Any], Awaitable[None]]
     """Checks the effective sampling parameters and writes the intent. Raises `ForestError`."""
+    around_generation: Callable[
+        [], AbstractAsyncContextManager[Callable[[], Awaitable[str | None]]]
+    ]
+    """See `EngineControl.generation`."""
 
     # The renderer fills in:
     tok_params: Any = None
@@ -73,7 +78,7 @@ class Call:
     partition: str = ""
     sampling: SamplingRecord | None = None
     weight_version: str | None = None
-    """Version at the admission, for engines that do not label their tokens."""
+    """Version that made all tokens, for engines that do not label them."""
     generation: Generation | None = None
     completing: bool = False
     """The generation is finished; its capture goes on whatever becomes of the request."""

@@ -2,11 +2,14 @@
 
 Guarantees: updates are in-process engine calls, one at a time; generations in flight are frozen,
 not lost, their tokens are labelled with the weights that made them, and no key or value computed
-with old weights survives in the prefix cache. An update that fails half-way leaves the engine
+with old weights survives in the prefix cache. Where the engine does not label tokens, generations
+and updates of one process exclude each other. An update that fails half-way leaves the engine
 paused and says so, it never serves a mixture.
 """
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,37 @@ FEATURES = ("chat", "responses", "measure", "streaming")
 WEIGHTS_FEATURE = "weights"
 """Reported where weights can be updated exactly."""
 
+_POLL_S = 0.05
+"""Pause between two looks at an engine that another server process has paused."""
+
+
+class _Gate:
+    """Generations pass while it is open; `shut` waits for those inside."""
+
+    def __init__(self) -> None:
+        self._open, self._empty = asyncio.Event(), asyncio.Event()
+        self._open.set()
+        self._empty.set()
+        self._inside = 0
+
+    async def enter(self) -> None:
+        while not self._open.is_set():
+            await self._open.wait()
+        self._inside += 1
+        self._empty.clear()
+
+    def leave(self) -> None:
+        self._inside -= 1
+        if not self._inside:
+            self._empty.set()
+
+    async def shut(self) -> None:
+        self._open.clear()
+        await self._empty.wait()
+
+    def open(self) -> None:
+        self._open.set()
+
 
 class EngineControl:
     """Control over one vLLM engine client."""
@@ -48,8 +82,10 @@ class EngineControl:
         self._model = model
         self._chat_template = chat_template
         self._lock = asyncio.Lock()
+        self._gate = _Gate()
         self.labels_tokens = compat.labels_tokens_with_versions()
-        """The engine says which weights made each generated token."""
+        """The engine says which weights made each generated token. Where it does not, no
+        generation may span two versions."""
         self._captures_routes = captures_routes
         self._updatable = not compat.reload_leaves_old_output_layer(engine.vllm_config.model_config)
 
@@ -57,6 +93,40 @@ class EngineControl:
         """Name of the weights that the next token is made with."""
         version: str = await self._engine.get_weight_version()
         return version
+
+    @asynccontextmanager
+    async def generation(self) -> AsyncIterator[Callable[[], Awaitable[str | None]]]:
+        """Around one generation, its admission included.
+
+        What it gives names, at the end of the generation, the version that made all its tokens;
+        None where the engine labels them. Raises `ForestError` (`engine_error`) there if another
+        process of the server changed the weights meanwhile.
+        """
+        if self.labels_tokens:
+            yield _labelled
+            return
+        await self._gate.enter()
+        try:
+            before = await self._settled_version()
+
+            async def whole() -> str:
+                if await self.weight_version() != before:
+                    raise ForestError(
+                        Reason.ENGINE_ERROR,
+                        "the weights changed around this generation; repeat the call",
+                    )
+                return before
+
+            yield whole
+        finally:
+            self._gate.leave()
+
+    async def _settled_version(self) -> str:
+        while True:
+            version = await self.weight_version()
+            if not version.startswith(_LOADING) and not await self._engine.is_paused():
+                return version
+            await asyncio.sleep(_POLL_S)
 
     async def handshake(self) -> Handshake:
         """What the trainer checks before its first rollout."""
@@ -103,7 +173,7 @@ class EngineControl:
                     f"the engine stays paused: {version!r} did not finish; update the weights "
                     "again",
                 )
-            await self._engine.resume_generation()
+            await self._resume()
             return await self._state()
 
     async def update_weights(self, update: WeightUpdate) -> EngineState:
@@ -154,19 +224,34 @@ class EngineControl:
                     "paused: update the weights again",
                 ) from error
             if not was_paused:
-                await self._engine.resume_generation()
+                await self._resume()
             return await self._state()
 
     async def _pause(self) -> None:
-        # Without labels on every token, no generation may span two versions: let them finish.
-        mode = "keep" if self.labels_tokens else "wait"
-        if not await self._engine.is_paused():
+        if await self._engine.is_paused():
+            return
+        try:
+            if not self.labels_tokens:
+                await self._gate.shut()
+            # Other processes of the server may have generations in flight.
+            mode = "keep" if self.labels_tokens else "wait"
             await self._engine.pause_generation(mode=mode, clear_cache=False)
+        except BaseException:
+            self._gate.open()
+            raise
+
+    async def _resume(self) -> None:
+        await self._engine.resume_generation()
+        self._gate.open()
 
     async def _state(self) -> EngineState:
         return EngineState(
             paused=await self._engine.is_paused(), weight_version=await self.weight_version()
         )
+
+
+async def _labelled() -> None:
+    """The engine says it itself."""
 
 
 def _has_weights(directory: Path) -> bool:

@@ -49,23 +49,26 @@ class CaptureClient:
         keywords: dict[str, Any],
     ) -> AsyncGenerator[Any, None]:
         try:
-            await self._admit(call, prompt, sampling_params, request_id, keywords)
-            if keywords.get("reasoning_ended") is None:
-                keywords["reasoning_ended"] = _reasoning_ended(call)
-            generation = call.generation = Generation()
-            outputs = self._inner.generate(prompt, sampling_params, request_id, **keywords)
-            try:
-                async for output in outputs:
-                    generation.add(output)
-                    yield output
-            finally:
-                # Also aborts the engine's request where the capture or the caller gave up.
-                await outputs.aclose()
+            await self._check(call, prompt, sampling_params, request_id, keywords)
+            async with call.around_generation() as weight_version:
+                await call.admit(call, sampling_params)
+                if keywords.get("reasoning_ended") is None:
+                    keywords["reasoning_ended"] = _reasoning_ended(call)
+                generation = call.generation = Generation()
+                outputs = self._inner.generate(prompt, sampling_params, request_id, **keywords)
+                try:
+                    async for output in outputs:
+                        generation.add(output)
+                        yield output
+                    call.weight_version = await weight_version()
+                finally:
+                    # Also aborts the engine's request where the capture or the caller gave up.
+                    await outputs.aclose()
         except ForestError as error:
             call.refusal = error
             raise
 
-    async def _admit(
+    async def _check(
         self,
         call: Call,
         prompt: Any,
@@ -95,7 +98,6 @@ class CaptureClient:
             raise ForestError(
                 Reason.MALFORMED_REQUEST, refused.message, param=refused.param
             ) from error
-        await call.admit(call, sampling_params)
 
 
 def _reasoning_ended(call: Call) -> bool | None:

@@ -89,6 +89,7 @@ class CaptureService:
             history_tokens=self._prefixes.history,
             stored_media=self._media.tensors,
             admit=self._admit,
+            around_generation=self._control.generation,
         )
 
     async def _admit(self, call: Call, params: Any) -> None:
@@ -109,8 +110,6 @@ class CaptureService:
         call.call_id, call.order = intent.call_id, intent.order
         call.started_at, call.partition = intent.started_at, intent.partition
         call.admitted.set()
-        if not self._control.labels_tokens:
-            call.weight_version = await self._control.weight_version()
 
     async def complete(self, call: Call, answer: Answer) -> CallRecord:
         """Stage the delta and commit the record; both are durable on return.
@@ -133,7 +132,7 @@ class CaptureService:
         assert call.sampling is not None
         try:
             call.generation.check(call.prompt_tokens or [])
-            spans = call.generation.weight_spans(await self._whole_version(call))
+            spans = call.generation.weight_spans(call.weight_version)
             replay = replay_summary(call, answer)
             routes = captured_routes(call, self._routes) if self._routes is not None else None
             info, rows = routes or (None, None)
@@ -171,17 +170,6 @@ class CaptureService:
             metrics.CONTINUATIONS.inc()
             metrics.SPLICED_TOKENS.inc(record.prev_len)
         return record
-
-    async def _whole_version(self, call: Call) -> str | None:
-        """The one version behind a generation whose tokens the engine does not label."""
-        if self._control.labels_tokens:
-            return None
-        if await self._control.weight_version() != call.weight_version:
-            # Updates wait for generations, so this one began or ended right beside an update.
-            raise ForestError(
-                Reason.ENGINE_ERROR, "the weights changed around this generation; repeat the call"
-            )
-        return call.weight_version
 
     async def _note_absence(self, call: Call, completing: "asyncio.Task[CallRecord]") -> None:
         await asyncio.wait([completing])
