@@ -55,3 +55,11 @@ def test_all_disagreements_are_told_at_once() -> None:
     with pytest.raises(HandshakeError) as caught:
         check(wrong, EXPECTED)
     assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.requirement("K13", "K10")
+def test_replay_needs_a_server_that_captures_routes() -> None:
+    expected = Expectation(DIGESTS, max_row_tokens=4096, features=frozenset({"chat", "routes"}))
+    with pytest.raises(HandshakeError, match=r"routes; .*--enable-return-routed-experts"):
+        check(HANDSHAKE, expected)
+    check(msgspec.structs.replace(HANDSHAKE, features=("chat", "routes")), expected)

@@ -25,6 +25,7 @@ from megatron_forest_trainer.core.forest import (
     missing_parents,
 )
 from megatron_forest_trainer.core.media import check_call_media
+from megatron_forest_trainer.core.routes import call_routes
 from megatron_forest_trainer.core.rows import delta_arrays
 from megatron_forest_trainer.core.selection import (
     Selection,
@@ -57,11 +58,13 @@ def finalize_rollout(
     policy: SelectionPolicy = returned_history,
     *,
     forest_training: bool = True,
+    require_routes: bool = False,
     on_evidence_error: OnEvidenceError = "raise",
 ) -> Finalized:
     """Verify one rollout: select by `policy`, then `finalize_selection`.
 
-    A rollout whose capture is incomplete is masked without looking at `result`. Raises
+    A rollout whose capture is incomplete is masked without looking at `result`, and with
+    `require_routes` one that has a call without routed experts. Raises
     `EvidenceError` (or masks, by `on_evidence_error`) where the result does not fit the capture,
     `SelectionError` for a policy that breaks its contract, and `IntegrityError`, `ShardError`
     or `SchemaError` for data that cannot be trusted.
@@ -86,6 +89,7 @@ def finalize_rollout(
         selection,
         reader,
         forest_training=forest_training,
+        require_routes=require_routes,
         on_evidence_error=on_evidence_error,
     )
 
@@ -96,6 +100,7 @@ def finalize_selection(
     reader: DeltaReader,
     *,
     forest_training: bool = True,
+    require_routes: bool = False,
     on_evidence_error: OnEvidenceError = "raise",
 ) -> Finalized:
     """Verify a rollout whose selection is known.
@@ -108,7 +113,12 @@ def finalize_selection(
     try:
         _check_capture(receipt)
         selection = check_selection(receipt.calls, *selection)
-        _check_completion(receipt, selection, forest_training=forest_training)
+        _check_completion(
+            receipt,
+            selection,
+            forest_training=forest_training,
+            require_routes=require_routes,
+        )
         rows = build_rows(
             selection.records, group_id=receipt.group_id, rollout_id=receipt.rollout_id
         )
@@ -204,7 +214,9 @@ def is_harmless(failure: FailureRecord, committed: set[str]) -> bool:
     )
 
 
-def _check_completion(receipt: Receipt, selection: Selection, *, forest_training: bool) -> None:
+def _check_completion(
+    receipt: Receipt, selection: Selection, *, forest_training: bool, require_routes: bool
+) -> None:
     """The selection is closed and made of calls that ended well."""
     missing = missing_parents(selection.records)
     if missing:
@@ -228,6 +240,13 @@ def _check_completion(receipt: Receipt, selection: Selection, *, forest_training
         if problem is not None:
             raise _Masked(
                 Reason.UNREPRODUCIBLE_CALL, f"call {record.call_id} was sampled with {problem}"
+            )
+        if require_routes and record.routes is None:
+            raise _Masked(
+                Reason.MISSING_ROUTES,
+                f"call {record.call_id} was captured without routed experts; "
+                "policy.router_replay.on_missing_routes: live would leave its tokens to the "
+                "trained router",
             )
     if not forest_training and not is_linear(selection.records):
         raise _Masked(
@@ -273,6 +292,7 @@ def _verify_tensors(records: Sequence[CallRecord], reader: DeltaReader) -> None:
             raise _Masked(
                 Reason.MEDIA_AUTHENTICATION_FAILED, f"call {record.call_id}: {error}"
             ) from error
+        call_routes(record, delta)
         logprobs.append(generated)
     everything = np.concatenate(logprobs)
     # A comparison with NaN is false, so one pass finds NaN, +inf and positive values; -inf is

@@ -122,6 +122,17 @@ class ForestExecutionConfig(Section, frozen=True):
     train_micro_batch_size`."""
 
 
+class RouterReplayConfig(Section, frozen=True):
+    """Replay of the experts that the engine chose, in a mixture of experts."""
+
+    enabled: bool = False
+    """Send every token to the experts that computed it in the engine, in all passes of the learner.
+    Needs a server with `--enable-return-routed-experts`."""
+    on_missing_routes: Literal["mask", "live"] = "mask"
+    """A call that was captured without routes: mask its rollout, or let the trained router choose
+    for that call's tokens."""
+
+
 class GenerationConfig(Section, frozen=True):
     """Sampling parameters that the harness is asked to use."""
 
@@ -181,3 +192,5 @@ class PolicyConfig(Section, frozen=True):
     """Packed execution."""
     forest_execution: ForestExecutionConfig = ForestExecutionConfig()
     """The forest in one pass."""
+    router_replay: RouterReplayConfig = RouterReplayConfig()
+    """Replay of routed experts."""

@@ -28,6 +28,8 @@ class Book:
     forest_training: bool
     on_evidence_error: OnEvidenceError
     row_multiple: int
+    require_routes: bool = False
+    """Mask a rollout that has a call without routed experts."""
 
     def begun(self, group_id: str, *, step: int, position: int) -> None:
         """Write down that a group took the task at `position`."""
@@ -47,6 +49,7 @@ class Book:
             self.reader,
             self.policy,
             forest_training=self.forest_training,
+            require_routes=self.require_routes,
             on_evidence_error=self.on_evidence_error,
         )
         archive.save_rollout(

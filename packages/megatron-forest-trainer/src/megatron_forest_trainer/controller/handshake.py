@@ -8,9 +8,16 @@ from dataclasses import dataclass
 
 from forest_schema.control import Handshake
 from forest_schema.model_files import ModelDigests
+from forest_schema.routes import ROUTES
 from forest_schema.version import DIGEST_VERSION, NORMALIZATION_VERSION
 
 PROCESSED_LOGPROBS = "processed_logprobs"
+
+_CURES = {
+    ROUTES: "start it with --enable-return-routed-experts, or set policy.router_replay.enabled: "
+    "false",
+}
+"""Feature -> what makes a server have it."""
 
 
 class HandshakeError(RuntimeError):
@@ -85,8 +92,9 @@ def _limits(handshake: Handshake, expected: Expectation) -> list[str]:
         )
     missing = sorted(expected.features - set(handshake.features))
     if missing:
+        cures = "".join(f"; {_CURES[feature]}" for feature in missing if feature in _CURES)
         problems.append(
             f"the server lacks the feature(s) {', '.join(missing)}; it has "
-            f"{', '.join(sorted(handshake.features)) or 'none'}"
+            f"{', '.join(sorted(handshake.features)) or 'none'}{cures}"
         )
     return problems

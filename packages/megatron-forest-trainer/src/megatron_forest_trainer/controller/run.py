@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from forest_schema import SchemaError
 from forest_schema.model_files import model_digests
+from forest_schema.routes import ROUTES
 from forest_schema.shards import ShardError
 
 from megatron_forest_trainer.config.schema import Config
@@ -45,6 +46,7 @@ from megatron_forest_trainer.logging_.records import MissingWriter
 logger = logging.getLogger(__name__)
 
 NEEDED_FEATURES = frozenset({"chat", "weights"})
+"""Server features that every run needs."""
 
 _EXPECTED = (
     ControlError,
@@ -144,7 +146,7 @@ async def _shake_hands(config: Config, client: ControlClient) -> str:
         handshakes.Expectation(
             digests=digests,
             max_row_tokens=config.policy.max_total_sequence_length,
-            features=NEEDED_FEATURES,
+            features=NEEDED_FEATURES | ({ROUTES} if config.policy.router_replay.enabled else set()),
         ),
     )
     logger.info(

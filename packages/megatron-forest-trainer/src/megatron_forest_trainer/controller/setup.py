@@ -148,6 +148,7 @@ def make_loop(
 ) -> GrpoLoop:
     """The loop, ready to run."""
     config = setup.config
+    replay = config.policy.router_replay
     observer = ProgressObserver(
         reporter, config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
     )
@@ -158,6 +159,7 @@ def make_loop(
         forest_training=config.token_capture.forest_training,
         on_evidence_error=config.token_capture.on_evidence_error,
         row_multiple=setup.shape.row_multiple,
+        require_routes=replay.enabled and replay.on_missing_routes == "mask",
     )
     failure = config.async_rl.rollout_failure
     collector = StepCollector(

@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from forest_schema import CallRecord, MediaOccurrence, Reason
+from forest_schema import CallRecord, MediaOccurrence, Reason, RouteInfo
 from forest_schema.media import MediaError
 from forest_schema.shards import LOGPROBS, TOKENS
 from numpy.typing import NDArray
 
 from megatron_forest_trainer.core.errors import IntegrityError
 from megatron_forest_trainer.core.media import row_media
+from megatron_forest_trainer.core.routes import call_routes, join_routes
 from megatron_forest_trainer.core.types import DeltaReader, PathCall, Row, RowPlan
 
 
@@ -24,11 +25,13 @@ def assemble(plan: RowPlan, reader: DeltaReader) -> Row:
     logprobs_T = np.zeros(plan.length, dtype=np.float32)
     loss_mask_T = np.zeros(plan.length, dtype=np.bool_)
     deltas: list[NDArray[np.int32]] = []
+    routes: list[tuple[RouteInfo, NDArray[Any]] | None] = []
     images: list[tuple[Sequence[MediaOccurrence], Mapping[str, NDArray[Any]]]] = []
     for call, span in zip(plan.path, plan.spans, strict=True):
         delta = reader.read(call.delta)
         tokens, logprobs = delta_arrays(call, delta)
         images.append((call.media, delta))
+        routes.append(call_routes(call, delta))
         deltas.append(tokens)
         logprobs_T[span.start : span.end] = logprobs
         if span.owned:
@@ -49,6 +52,7 @@ def assemble(plan: RowPlan, reader: DeltaReader) -> Row:
         loss_mask_T=loss_mask_T,
         logprobs_T=logprobs_T,
         media=media,
+        routes_TLK=join_routes(plan.length, routes, row_id=plan.row_id),
     )
 
 

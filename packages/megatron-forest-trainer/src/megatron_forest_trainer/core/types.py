@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
-from forest_schema import CallRecord, MediaOccurrence, Reason, TensorRef
+from forest_schema import CallRecord, MediaOccurrence, Reason, RouteInfo, TensorRef
 from numpy.typing import NDArray
 
 from megatron_forest_trainer.core.media import RowMedia
@@ -31,6 +31,8 @@ class PathCall(msgspec.Struct, frozen=True, array_like=True):
     delta: TensorRef
     media: tuple[MediaOccurrence, ...] = ()
     """Images that the call added; their offsets are positions in the row."""
+    routes: RouteInfo | None = None
+    """What its routed experts cover, in positions of the row; None without them."""
 
     @classmethod
     def of(cls, record: CallRecord) -> "PathCall":
@@ -42,6 +44,7 @@ class PathCall(msgspec.Struct, frozen=True, array_like=True):
             cum_len=record.cum_len,
             delta=record.delta,
             media=record.media,
+            routes=record.routes,
         )
 
     @property
@@ -141,6 +144,9 @@ class Row:
     """Captured log-probability of each generated token, owned or borrowed; 0 elsewhere."""
     media: RowMedia | None = None
     """Images of the row; None for a row of text."""
+    routes_TLK: NDArray[np.int32] | None = None
+    """Experts of each token in each layer `[T, layers, top_k]`, -1 for a token without; None where
+    no call of the path has routes."""
 
 
 class DeltaReader(Protocol):
