@@ -41,14 +41,20 @@ class BatchMaker:
     loss: LossConfig
     vision: VisionShape | None = None
     """What the model sees; None for a model that reads text only."""
+    routed: tuple[int, int] | None = None
+    """(layers, experts per token) of the routes that are replayed; None replays none."""
 
     @classmethod
     def of(
-        cls, config: Config, parallelism: Parallelism, vision: VisionShape | None
+        cls,
+        config: Config,
+        parallelism: Parallelism,
+        vision: VisionShape | None,
+        routed: tuple[int, int] | None = None,
     ) -> "BatchMaker":
         """The maker that `config` asks for."""
         divisible_by = config.policy.make_sequence_length_divisible_by
-        return cls(parallelism, divisible_by, config.loss_fn, vision)
+        return cls(parallelism, divisible_by, config.loss_fn, vision, routed)
 
     def logprob(self, plan: StepPlan, read: ReadRow) -> Iterator[Microbatch]:
         """The microbatches of a log-probability pass: every owned token has an edge."""
@@ -111,7 +117,8 @@ class BatchMaker:
         }
         if isinstance(plan.shape, ForestShape):
             return TreeCollator(across_rollouts=plan.shape.across_rollouts, **common)
-        return Collator(packed=isinstance(plan.shape, PackedShape), **common)
+        packed = isinstance(plan.shape, PackedShape)
+        return Collator(packed=packed, routed=self.routed, **common)
 
 
 class RowValues:

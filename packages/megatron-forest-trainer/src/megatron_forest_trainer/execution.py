@@ -9,7 +9,7 @@ takes; `Passes` runs whole steps.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from megatron_forest_trainer.data.collate import Microbatch
 from megatron_forest_trainer.loss.edges import EdgeTensors
 from megatron_forest_trainer.loss.policy import policy_loss
 from megatron_forest_trainer.loss.vocab_parallel import edge_logprobs
+from megatron_forest_trainer.model.replay import RoutingReplay
 
 METRIC_SUMS = ("loss", "kl", "entropy", "ratio", "clipped", "correction", "excluded")
 """Order of the metric sums in the tensor that `loss_func` reports; the token count follows."""
@@ -114,11 +115,21 @@ class Passes:
     """The passes of a step over one model."""
 
     def __init__(
-        self, module: Any, *, vocab_size: int, loss: LossConfig, mask_artificial: bool = False
+        self,
+        module: Any,
+        *,
+        vocab_size: int,
+        loss: LossConfig,
+        mask_artificial: bool = False,
+        replay: RoutingReplay | None = None,
     ) -> None:
-        """`mask_artificial` hands the model the positions that its routers must not count."""
+        """`mask_artificial` hands the model the positions that its routers must not count.
+
+        `replay` gives its routers the routes of the microbatches.
+        """
         self._selector = SourceSelector(module)
         self._mask_artificial = mask_artificial
+        self._replay = replay
         self._vocab_size = vocab_size
         self._loss = loss
 
@@ -145,17 +156,18 @@ class Passes:
         self, model: Any, microbatches: Iterable[Microbatch], count: int, *, forward_only: bool
     ) -> list[Any]:
         run = get_forward_backward_func()
-        results: list[Any] = run(
-            forward_step_func=self.forward_step,
-            data_iterator=iter(microbatches),
-            model=[model],
-            num_microbatches=count,
-            # Stages tell each other the true shapes (variable_seq_lengths).
-            seq_length=1,
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
+        with self._replay.passing() if self._replay is not None else nullcontext():
+            results: list[Any] = run(
+                forward_step_func=self.forward_step,
+                data_iterator=iter(microbatches),
+                model=[model],
+                num_microbatches=count,
+                # Stages tell each other the true shapes (variable_seq_lengths).
+                seq_length=1,
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
         return results
 
     def forward_step(
@@ -169,6 +181,9 @@ class Passes:
             extra["padding_mask"] = batch.artificial
         if batch.media is not None:
             extra["media"] = batch.media
+        if self._replay is not None:
+            assert batch.routes is not None
+            self._replay.load(batch.routes)
         with self._selector.sources(edges.source_E):
             output = model(
                 input_ids=batch.tokens,

@@ -44,6 +44,7 @@ from megatron_forest_trainer.model import parallel
 from megatron_forest_trainer.model.checks import check_model, mask_expert_load
 from megatron_forest_trainer.model.hf_config import read_model_shape
 from megatron_forest_trainer.model.hf_io import export_weights, load_weights
+from megatron_forest_trainer.model.replay import RoutingReplay
 from megatron_forest_trainer.model.transformer import build_model, transformer_config
 from megatron_forest_trainer.model.tree import enable_tree_execution
 from megatron_forest_trainer.optimization import Trainable, make_trainable
@@ -122,13 +123,17 @@ class Learner:
             enable_tree_execution(module)
         self.module = module
         self.trainable: Trainable = make_trainable(module, config)
+        replay = RoutingReplay(module) if config.policy.router_replay.enabled else None
         self._passes = Passes(
             module,
             vocab_size=self.shape.vocab_size,
             loss=config.loss_fn,
             mask_artificial=not cfg.count_padding_in_expert_load and mask_expert_load(module),
+            replay=replay,
         )
-        self._batches = BatchMaker.of(config, self.parallelism, self.shape.vision)
+        self._batches = BatchMaker.of(
+            config, self.parallelism, self.shape.vision, replay.shape if replay else None
+        )
         self._previous: RowArrays = {}
         self._reference: RowArrays = {}
 

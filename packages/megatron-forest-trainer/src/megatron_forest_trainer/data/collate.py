@@ -10,9 +10,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from forest_schema import Reason
 from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 
+from megatron_forest_trainer.core.errors import IntegrityError
+from megatron_forest_trainer.core.routes import MISSING
 from megatron_forest_trainer.core.types import Row
 from megatron_forest_trainer.data.images import (
     MediaBatch,
@@ -72,6 +75,9 @@ class Microbatch:
     """Tokens of one line over all context-parallel ranks."""
     media: MediaBatch | None = None
     """Images, on the pipeline stage that reads them; None without images."""
+    routes: torch.Tensor | None = None
+    """int32 `[b, s, layers, k]`: experts of each token in each layer, all -1 for a token without;
+    None where routes are not replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +94,14 @@ class Collator:
     """What the model sees; None for a model that reads text only, which refuses images."""
     reads_images: bool = True
     """False on a pipeline stage that has no vision tower: pixels are not prepared there."""
+    routed: tuple[int, int] | None = None
+    """(layers, experts per token) of the routes that are replayed; None replays none."""
 
     def __call__(self, rows: Sequence[RowInput], *, training: bool) -> Microbatch:
         """The microbatch of `rows`. In a training microbatch only rows that train have edges.
 
-        Raises `IntegrityError` for a row whose images the model cannot see exactly.
+        Raises `IntegrityError` for a row whose images the model cannot see exactly, or whose routes
+        are of another model.
         """
         for item in rows:
             if item.row is not None:
@@ -128,7 +137,16 @@ class Collator:
             rows=tuple(rows),
             sequence_length=layout.total // (1 if self.packed else len(rows)),
             media=media,
+            routes=self._routes(rows, layout),
         )
+
+    def _routes(self, rows: Sequence[RowInput], layout: Layout) -> torch.Tensor | None:
+        if self.routed is None:
+            return None
+        routes = layout.scatter(
+            [_row_routes(item, self.routed) for item in rows], fill=MISSING, dtype=np.int32
+        )
+        return torch.from_numpy(routes).to(self.device)
 
     def _positions(self, rows: Sequence[RowInput], layout: Layout) -> NDArray[np.generic]:
         if self.vision is None:
@@ -165,6 +183,18 @@ def _tokens(item: RowInput) -> NDArray[np.int64]:
     if item.row is None:
         return np.full(1, PADDING_TOKEN, np.int64)
     return item.row.tokens_T.astype(np.int64)
+
+
+def _row_routes(item: RowInput, shape: tuple[int, int]) -> NDArray[np.int32]:
+    if item.row is None or item.row.routes_TLK is None:
+        return np.full((item.length, *shape), MISSING, np.int32)
+    if item.row.routes_TLK.shape[1:] != shape:
+        raise IntegrityError(
+            Reason.DIGEST_MISMATCH,
+            f"row {item.row.plan.row_id}: routes of (layers, experts per token) "
+            f"{item.row.routes_TLK.shape[1:]}; the trained model has {shape}",
+        )
+    return item.row.routes_TLK
 
 
 def _artificial(item: RowInput) -> NDArray[np.bool_]:

@@ -75,12 +75,15 @@ class Layout:
     def scatter(
         self, rows: Sequence[NDArray[np.generic]], fill: int, dtype: type
     ) -> NDArray[np.generic]:
-        """This rank's `[b, s]` part of per-row arrays; padding positions hold `fill`."""
-        whole: NDArray[np.generic] = np.full(self.total, fill, dtype)
+        """This rank's `[b, s, ...]` part of per-row arrays `[T, ...]`; padding positions hold
+        `fill`.
+        """
+        inner = rows[0].shape[1:]
+        whole: NDArray[np.generic] = np.full((self.total, *inner), fill, dtype)
         for start, row in zip(self.slots[:-1], rows, strict=True):
             whole[start : start + len(row)] = row
         own = whole if self.context_ranks == 1 else whole[self.positions]
-        return own.reshape(self.grid)
+        return own.reshape(*self.grid, *inner)
 
 
 def fixed_layout(
