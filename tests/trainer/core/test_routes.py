@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_forest_trainer.core.errors import IntegrityError
 from megatron_forest_trainer.core.forest import build_rows
 from megatron_forest_trainer.core.rows import assemble
+from megatron_forest_trainer.core.tree import shared_prefixes
 from megatron_forest_trainer.finalize import finalize_rollout
 
 from tests.support.forests import Forest
@@ -102,6 +103,21 @@ def test_each_branch_brings_its_own_row_of_the_shared_token():
         np.testing.assert_array_equal(row.routes_TLK[last], forest.deltas[child.call_id][ROUTES][0])
         shared.append(row.routes_TLK[:last])
     np.testing.assert_array_equal(*shared)
+
+
+@pytest.mark.requirement("F11", "H5")
+def test_rows_share_a_token_only_where_its_experts_agree():
+    forest = Forest(mixture=MIXTURE)
+    parent = forest.call(prompt=3, generated=4)
+    for _ in range(2):
+        forest.call(parent, tokens=[5, 6], prompt=1, generated=1)
+    plans = build_rows(forest.calls, group_id="g0", rollout_id="r0")
+    shared = {}
+    for routed in (False, True):
+        found = shared_prefixes(plans, forest.reader(), across_rollouts=True, routed=routed)
+        shared[routed] = found.shared
+    # Both branches have the same tokens; their own prefills sent the parent's last one elsewhere.
+    assert shared == {False: (0, 9), True: (0, parent.cum_len - 1)}
 
 
 class Unverified:

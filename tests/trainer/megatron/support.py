@@ -278,7 +278,9 @@ def make_step(
     shared = None
     if isinstance(shape, ForestShape):
         plans = [row.plan for row in rows if row.plan is not None]
-        shared = shared_prefixes(plans, reader, across_rollouts=shape.across_rollouts)
+        shared = shared_prefixes(
+            plans, reader, across_rollouts=shape.across_rollouts, routed=shape.routed
+        )
     return Step(plan_step(0, rows, shape, shared).encode(), reader)
 
 

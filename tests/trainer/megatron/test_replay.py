@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from forest_schema.routes import ROUTES
-from megatron_forest_trainer.core.plan import FixedShape
+from megatron_forest_trainer.core.plan import FixedShape, ForestShape
 
 from tests.support.distributed import run_ranks
 from tests.support.transformers_cpu import import_transformers
@@ -41,6 +41,7 @@ from tests.trainer.megatron.test_parallel import (
 
 REPLAY = {"policy__router_replay__enabled": True}
 RECOMPUTE = {f"{CFG}activation_checkpointing": True}
+FOREST = {"policy__forest_execution__enabled": True}
 LAYOUTS = {
     "one": (1, 1, "fixed", {}),
     "data-fixed": (2, 2, "fixed", {}),
@@ -48,6 +49,8 @@ LAYOUTS = {
     "pipeline-recompute": (2, 1, "packed", PIPELINE | RECOMPUTE),
     "sequence-expert": (2, 1, "fixed", SEQUENCE | EXPERT),
     "context": (2, 1, "packed", CONTEXT),
+    "forest": (1, 1, "forest", FOREST),
+    "forest-expert-recompute": (2, 2, "forest", FOREST | EXPERT | RECOMPUTE),
 }
 """Name -> (ranks, data-parallel ranks, form, configuration)."""
 
@@ -85,7 +88,12 @@ def oracle(mixture):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_replay_matches_the_per_call_oracle(mixture, oracle, layout):
     ranks, data_parallel, form, overrides = LAYOUTS[layout]
-    step = make_step(routed_rollouts(), ADVANTAGES, shape_of(form, data_parallel))
+    shape = (
+        ForestShape(data_parallel=ranks, max_tokens=48, across_rollouts=True, routed=True)
+        if form == "forest"
+        else shape_of(form, data_parallel)
+    )
+    step = make_step(routed_rollouts(), ADVANTAGES, shape)
     config = make_config(**overrides, **REPLAY)
     results = run_ranks(run_step, config, mixture, step, SHIFT, ranks=ranks)
     assert_matches_oracle(results, oracle)

@@ -114,11 +114,11 @@ class BatchMaker:
             "device": torch.device("cuda" if torch.cuda.is_available() else "cpu"),
             "vision": self.vision,
             "reads_images": parallel_state.is_pipeline_first_stage(),
+            "routed": self.routed,
         }
         if isinstance(plan.shape, ForestShape):
             return TreeCollator(across_rollouts=plan.shape.across_rollouts, **common)
-        packed = isinstance(plan.shape, PackedShape)
-        return Collator(packed=packed, routed=self.routed, **common)
+        return Collator(packed=isinstance(plan.shape, PackedShape), **common)
 
 
 class RowValues:

@@ -42,6 +42,7 @@ def batch_shape(config: Config, *, data_parallel: int, slot_multiple: int) -> Ba
             data_parallel=data_parallel,
             max_tokens=config.forest_bin_tokens,
             across_rollouts=policy.forest_execution.merge_across_rollouts,
+            routed=policy.router_replay.enabled,
             align=slot_multiple,
         )
     if policy.sequence_packing.enabled:
@@ -115,7 +116,7 @@ def shared_tokens(
     if not isinstance(shape, ForestShape):
         return None
     rows = [row for group in groups for outcome in group.outcomes for row in outcome.rollout.rows]
-    return shared_prefixes(rows, reader, across_rollouts=shape.across_rollouts)
+    return shared_prefixes(rows, reader, across_rollouts=shape.across_rollouts, routed=shape.routed)
 
 
 def staleness(step: int, groups: Sequence[Group]) -> dict[str, float]:

@@ -85,6 +85,8 @@ class ForestShape(msgspec.Struct, frozen=True, kw_only=True, tag="forest"):
     """Tokens of a bin, shared ones counted once."""
     across_rollouts: bool
     """Rows of all rollouts of a prompt group share, not only those of one rollout."""
+    routed: bool = False
+    """Captured routes are replayed: a token is shared only where its experts agree."""
     align: int = 1
     """A bin runs a multiple of this many tokens; so does the budget."""
 

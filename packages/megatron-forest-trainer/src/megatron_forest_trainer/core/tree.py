@@ -22,14 +22,16 @@ import numpy as np
 from forest_schema import MediaOccurrence
 from numpy.typing import NDArray
 
+from megatron_forest_trainer.core.routes import MISSING
 from megatron_forest_trainer.core.rows import assemble
 from megatron_forest_trainer.core.types import DeltaReader, Row, RowPlan
 
 
-def merge_keys(rows: Sequence[Row]) -> list[NDArray[np.uint8]]:
+def merge_keys(rows: Sequence[Row], *, routed: bool = False) -> list[NDArray[np.uint8]]:
     """Per row `[tokens, w]` bytes: what must agree, token by token, to share a prefix.
 
-    That is the token and, at an image, the image: its processed tensors and its geometry.
+    That is the token and, at an image, the image: its processed tensors and its geometry; with
+    `routed`, where captured routes are replayed, the token's experts too.
     """
     columns: list[list[NDArray[Any]]] = [[row.tokens_T.astype("<i4")[:, None]] for row in rows]
     if any(row.media is not None for row in rows):
@@ -42,6 +44,13 @@ def merge_keys(rows: Sequence[Row]) -> list[NDArray[np.uint8]]:
                 number = images.setdefault(seen, len(images) + 1)
                 image_T[occurrence.offset : occurrence.end] = number
             own.append(image_T)
+    shapes = {row.routes_TLK.shape[1:] for row in rows if row.routes_TLK is not None}
+    if routed and shapes:
+        for row, own in zip(rows, columns, strict=True):
+            routes_TLK = row.routes_TLK
+            if routes_TLK is None:
+                routes_TLK = np.full((len(row.tokens_T), *min(shapes)), MISSING, np.int32)
+            own.append(routes_TLK.astype("<i4").reshape(len(routes_TLK), -1))
     return [np.concatenate([column.view(np.uint8) for column in own], axis=1) for own in columns]
 
 
@@ -95,16 +104,16 @@ class SharedPrefixes(msgspec.Struct, frozen=True, array_like=True):
 
 
 def shared_prefixes(
-    plans: Sequence[RowPlan], reader: DeltaReader, *, across_rollouts: bool
+    plans: Sequence[RowPlan], reader: DeltaReader, *, across_rollouts: bool, routed: bool = False
 ) -> SharedPrefixes:
-    """Compare the rows' tokens, one scope at a time."""
+    """Compare the rows' tokens, and with `routed` their experts, one scope at a time."""
     scopes: dict[str, list[RowPlan]] = {}
     for plan in plans:
         scopes.setdefault(merge_scope(plan, across_rollouts=across_rollouts), []).append(plan)
     row_ids: list[str] = []
     shared: list[int] = []
     for scope, members in scopes.items():
-        keys = merge_keys([assemble(plan, reader) for plan in members])
+        keys = merge_keys([assemble(plan, reader) for plan in members], routed=routed)
         found = trie_order(keys, [scope] * len(keys))
         row_ids += (members[row].row_id for row in found.order)
         shared += found.shared

@@ -144,7 +144,7 @@ class Collator:
         if self.routed is None:
             return None
         routes = layout.scatter(
-            [_row_routes(item, self.routed) for item in rows], fill=MISSING, dtype=np.int32
+            [row_routes(item, self.routed) for item in rows], fill=MISSING, dtype=np.int32
         )
         return torch.from_numpy(routes).to(self.device)
 
@@ -185,7 +185,11 @@ def _tokens(item: RowInput) -> NDArray[np.int64]:
     return item.row.tokens_T.astype(np.int64)
 
 
-def _row_routes(item: RowInput, shape: tuple[int, int]) -> NDArray[np.int32]:
+def row_routes(item: RowInput, shape: tuple[int, int]) -> NDArray[np.int32]:
+    """Routes `[tokens, layers, k]` of a row, -1 where it has none.
+
+    `shape` is (layers, k) of the model. Raises `IntegrityError` for routes of another one.
+    """
     if item.row is None or item.row.routes_TLK is None:
         return np.full((item.length, *shape), MISSING, np.int32)
     if item.row.routes_TLK.shape[1:] != shape:

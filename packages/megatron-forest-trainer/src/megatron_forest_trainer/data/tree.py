@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_forest_trainer.core.media import embedded_positions
+from megatron_forest_trainer.core.routes import MISSING
 from megatron_forest_trainer.core.tree import (
     Node,
     Tree,
@@ -22,7 +23,7 @@ from megatron_forest_trainer.core.tree import (
     trie_order,
 )
 from megatron_forest_trainer.core.types import Row
-from megatron_forest_trainer.data.collate import Microbatch, RowInput, row_edges
+from megatron_forest_trainer.data.collate import Microbatch, RowInput, row_edges, row_routes
 from megatron_forest_trainer.data.images import (
     PlacedImage,
     check_images,
@@ -50,6 +51,8 @@ class TreeCollator:
     """What the model sees; None for a model that reads text only, which refuses images."""
     reads_images: bool = True
     """False on a pipeline stage that has no vision tower: pixels are not prepared there."""
+    routed: tuple[int, int] | None = None
+    """(layers, experts per token) of the routes that are replayed; None replays none."""
 
     def __call__(self, rows: Sequence[RowInput], *, training: bool) -> Microbatch:
         """The microbatch of `rows`, none of them a padding row.
@@ -62,7 +65,7 @@ class TreeCollator:
         tree = build_tree(
             [len(row.tokens_T) for row in found],
             trie_order(
-                merge_keys(found),
+                merge_keys(found, routed=self.routed is not None),
                 [merge_scope(row.plan, across_rollouts=self.across_rollouts) for row in found],
             ),
         )
@@ -99,7 +102,15 @@ class TreeCollator:
             rows=tuple(rows),
             sequence_length=layout.total,
             media=media,
+            routes=self._routes(rows, tree, layout),
         )
+
+    def _routes(self, rows: Sequence[RowInput], tree: Tree, layout: Layout) -> torch.Tensor | None:
+        if self.routed is None:
+            return None
+        routes = [row_routes(item, self.routed) for item in rows]
+        own = tree.gather(routes) if routes else np.empty((0, *self.routed), np.int32)
+        return torch.from_numpy(layout.scatter([own], MISSING, np.int32)).to(self.device)
 
     def _positions(
         self, rows: Sequence[Row], tree: Tree, layout: Layout, depths: NDArray[np.generic]
