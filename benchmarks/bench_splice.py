@@ -112,7 +112,7 @@ class _Base:
         self.elsewhere_s = 0.0
 
     async def render_chat_async(
-        self, conversations: list[Any], chat_params: Any, tok_params: Any
+        self, conversations: list[Any], chat_params: Any, tok_params: Any, **_: Any
     ) -> Any:
         conversation, prompt = await self.render_messages_async(conversations[0], chat_params)
         return [conversation], [{"type": "token", **prompt}]
