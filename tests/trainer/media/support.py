@@ -33,7 +33,7 @@ CLIP = PixelNormalization(
 )
 
 
-def tiny_vision_checkpoint(directory: Path) -> Path:
+def tiny_vision_checkpoint(directory: Path, *, tied: bool = False) -> Path:
     """A random Qwen2.5-VL: two decoder and two tower layers, saved as transformers saves it."""
     transformers = import_transformers()
     config = transformers.Qwen2_5_VLConfig(
@@ -47,7 +47,7 @@ def tiny_vision_checkpoint(directory: Path) -> Path:
             "max_position_embeddings": 512,
             "rope_theta": 1e6,
             "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
-            "tie_word_embeddings": False,
+            "tie_word_embeddings": tied,
             "bos_token_id": None,
             "eos_token_id": None,
         },
@@ -68,7 +68,7 @@ def tiny_vision_checkpoint(directory: Path) -> Path:
         video_token_id=58,
         vision_start_token_id=VISION_START,
         vision_end_token_id=VISION_END,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         dtype="float32",
     )
     generator = torch.Generator().manual_seed(7)

@@ -51,9 +51,11 @@ def test_embeddings_of_different_sizes_stand_on_their_placeholders(vision, packe
     assert media is not None
     placeholders = np.flatnonzero(batch.tokens.numpy().ravel() == IMAGE)
     assert np.array_equal(media.target.numpy(), placeholders)
-    assert np.array_equal(media.source.numpy(), np.arange(len(placeholders)))
-    assert media.grids.tolist() == [[1, 4, 6], [1, 2, 4], [1, 4, 6], [1, 4, 6]]
-    assert media.pixels.shape == (24 + 8 + 24 + 24, vision.patch_values)
+    # Each picture runs once; A has 6 embeddings and comes first, B has 2.
+    assert media.source.tolist() == [*range(6), 6, 7, *range(6), *range(6)]
+    assert media.grids.tolist() == [[1, 4, 6], [1, 2, 4]]
+    expected = np.concatenate([normalized_pixels(p.occurrence(0), p.arrays) for p in (A, B)])
+    assert np.array_equal(media.pixels.numpy(), expected)
     assert batch.position_ids.shape == (3, *batch.tokens.shape)
 
 
@@ -66,7 +68,7 @@ def test_context_ranks_share_the_embeddings(vision):
         for rank in range(2)
     ]
     used = np.concatenate([part.media.source.numpy() for part in parts])
-    assert sorted(used.tolist()) == list(range(6 + 2 + 6))
+    assert sorted(used.tolist()) == sorted([*range(6), 6, 7, *range(6)])
     for part in parts:
         assert (part.tokens.numpy().ravel()[part.media.target.numpy()] == IMAGE).all()
         assert part.position_ids.shape[2] == 2 * part.tokens.shape[1]

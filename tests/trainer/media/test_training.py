@@ -5,7 +5,12 @@ import pytest
 from megatron_forest_trainer.core.plan import BatchShape, FixedShape, PackedShape
 
 from tests.support.distributed import run_ranks
-from tests.trainer.media.support import ADVANTAGES, rollouts, vision_oracle
+from tests.trainer.media.support import (
+    ADVANTAGES,
+    rollouts,
+    tiny_vision_checkpoint,
+    vision_oracle,
+)
 from tests.trainer.megatron.support import (
     assert_gradients_close,
     make_config,
@@ -45,6 +50,18 @@ def oracle(sees):
 @pytest.mark.requirement("B2", "B15", "XM7")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_matches_the_per_call_oracle(sees, oracle, layout):
+    assert_matches(sees, oracle, layout)
+
+
+@pytest.mark.requirement("B15")
+def test_tied_embeddings_take_no_gradient_from_placeholders(tmp_path):
+    """The last stage's copy of the embedding trains too; image tokens are not looked up in it."""
+    model = tiny_vision_checkpoint(tmp_path / "model", tied=True)
+    oracle = vision_oracle(model, rollouts(), ADVANTAGES, previous_shift=SHIFT)
+    assert_matches(model, oracle, "pipeline")
+
+
+def assert_matches(sees, oracle, layout):
     ranks, data_parallel, form, overrides = LAYOUTS[layout]
     step = make_step(rollouts(), ADVANTAGES, shape_of(form, data_parallel))
     results = run_ranks(run_step, make_config(**overrides), sees, step, SHIFT, ranks=ranks)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from forest_schema import MediaOccurrence, Reason
-from forest_schema.media import BFLOAT16
+from forest_schema.media import BFLOAT16, PixelNormalization
 from numpy.typing import NDArray
 
 from megatron_forest_trainer.core.errors import IntegrityError
@@ -29,13 +29,13 @@ class MediaBatch:
     """The images of one microbatch, and where their embeddings stand on this rank."""
 
     pixels: torch.Tensor
-    """float32 `[p, v]`: normalised patches of all images behind each other."""
+    """float32 `[p, v]`: normalised patches of all distinct images behind each other."""
     grids: torch.Tensor
-    """int64 `[n, 3]`: patches of each image in time, height and width."""
-    source: torch.Tensor
-    """int64 `[m]`: which of the tower's embeddings, counted over all images, are used here."""
+    """int64 `[n, 3]`: patches of each of them in time, height and width."""
     target: torch.Tensor
-    """int64 `[m]`: their positions in the flattened `[b, s]`."""
+    """int64 `[m]`: positions in the flattened `[b, s]` that embeddings take."""
+    source: torch.Tensor
+    """int64 `[m]`: the embedding of each, counted over the distinct images in their order."""
 
 
 def check_images(row: Row, vision: VisionShape | None) -> None:
@@ -123,18 +123,30 @@ def placed_images(rows: Sequence[RowMedia | None], layout: Layout) -> list[Place
 def media_batch(
     images: Sequence[PlacedImage], layout: Layout, device: torch.device | str
 ) -> MediaBatch | None:
-    """A microbatch's images, in the order given; None where it has none."""
+    """A microbatch's images; None where it has none.
+
+    An image that is shown several times runs through the tower once.
+    """
     if not images:
         return None
-    pixels = [normalized_pixels(occurrence, tensors) for occurrence, tensors, _ in images]
-    grids = [occurrence.grid for occurrence, _, _ in images]
+    first: dict[tuple[str, PixelNormalization | None], int] = {}
+    pixels, grids, sources = [], [], []
+    embeddings = 0
+    for occurrence, tensors, positions in images:
+        content = (occurrence.blob, occurrence.normalization)
+        if content not in first:
+            first[content] = embeddings
+            embeddings += len(positions)
+            pixels.append(normalized_pixels(occurrence, tensors))
+            grids.append(occurrence.grid)
+        sources.append(first[content] + np.arange(len(positions)))
     target_M = layout.local_index[np.concatenate([positions for _, _, positions in images])]
-    here_M = np.flatnonzero(target_M >= 0)
+    here_M = target_M >= 0
     return MediaBatch(
         pixels=torch.from_numpy(np.concatenate(pixels)).to(device),
         grids=torch.tensor(grids, dtype=torch.int64, device=device),
-        source=torch.from_numpy(here_M).to(device),
         target=torch.from_numpy(target_M[here_M]).to(device),
+        source=torch.from_numpy(np.concatenate(sources)[here_M]).to(device),
     )
 
 
