@@ -79,6 +79,17 @@ def returns_routes_on_cpu() -> bool:
     return hasattr(ModelConfig, "enable_return_routed_experts")
 
 
+def import_vllm() -> None:
+    """Import what servers need, once, before anything is forked."""
+    import_transformers()
+    import uvicorn  # noqa: F401
+    import vllm.entrypoints.launchers.api_server.app_state
+    import vllm.entrypoints.launchers.app
+    import vllm.v1.engine.async_llm
+    import vllm.v1.engine.core
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+
 def free_port() -> int:
     """A port that nothing uses."""
     with socket.socket() as probe:
@@ -138,10 +149,8 @@ class EngineServer:
             self._ready.set()
 
     async def _main(self) -> None:
-        import_transformers()
+        import_vllm()
         import uvicorn
-        import vllm.v1.engine.core
-        import vllm.v1.worker.cpu_worker  # noqa: F401  imported once, before the fork
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app

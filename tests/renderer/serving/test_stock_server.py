@@ -18,30 +18,11 @@ from forest_schema.control import CONTROL_TOKEN_HEADER
 from forest_schema.shards import ShardReader
 
 from tests.support.engine import PLUGINS, free_port, server_arguments
+from tests.support.http_shard import HttpShard
 from tests.support.third_party import LOG_VARIABLE, install_resolver
 
 API_KEY = "an-api-key"
 START_SECONDS = 400
-
-
-class HttpShard:
-    """`ByteSource` over range reads of the control routes."""
-
-    def __init__(self, client: httpx.Client, path: str) -> None:
-        self._client, self._path = client, path
-
-    def size(self) -> int:
-        head = self._client.get(self._path, headers={"Range": "bytes=0-0"})
-        assert head.status_code == 206
-        return int(head.headers["content-range"].rpartition("/")[2])
-
-    def read(self, offset: int, length: int) -> memoryview:
-        if not length:
-            return memoryview(b"")
-        wanted = f"bytes={offset}-{offset + length - 1}"
-        answer = self._client.get(self._path, headers={"Range": wanted})
-        assert answer.status_code == 206
-        return memoryview(answer.content)
 
 
 @pytest.fixture(scope="module")
