@@ -8,6 +8,7 @@ from vllm_forest_renderer.qualify.command import main
 
 from tests.support.templates import CHATML, DOUBLING, PLAIN
 from tests.support.transformers_cpu import import_transformers
+from tests.support.vision import vision_dir
 
 import_transformers()
 
@@ -54,6 +55,26 @@ def test_templates_that_fall_back_to_roots(
     assert {name for name in spliced | roots if found[name] == "spliced"} == spliced
     assert {name for name in spliced | roots if found[name] == "root"} == roots
     assert status == (1 if roots else 0)
+
+
+@pytest.mark.requirement("XM2", "K10")
+def test_a_vision_model_is_tried_with_images(capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    # Its template has no tool calls: those rules give roots.
+    assert main([str(vision_dir()), "--json"]) == 1
+    found = outcomes(capsysbinary)
+    images = {name: found[name] for name in ("image", "images", "image_later")}
+    assert set(images.values()) == {"spliced"}
+
+
+def test_a_processor_without_a_remapper_is_reported(
+    capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_forest_renderer.media.family.MEDIA_REMAPPERS", "no.such_group")
+    assert main([str(vision_dir())]) == 1
+    text = capsysbinary.readouterr().out.decode()
+    assert "never  image: " in text
+    assert "Qwen2_5_VLMultiModalProcessor" in text
+    assert "3 of 18 kinds of calls are refused" in text
 
 
 def test_directory_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,8 @@
 
 Guarantees: what is tried is vLLM's own renderer for the model and the splice that serves requests,
 without an engine and without weights. Exit status 0: everything that the template accepts is
-continued exactly; 1: some calls become roots; 2: the model cannot be captured or loaded.
+continued exactly; 1: some calls become roots or are refused; 2: the model cannot be captured or
+loaded.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_forest_renderer import compat, plugin
+from vllm_forest_renderer.qualify.images import image_rules, judge_images
 from vllm_forest_renderer.qualify.report import (
     ROOT,
     SPLICED,
@@ -78,7 +80,10 @@ def qualify(
         model=str(model),
         renderer=type(renderer).__mro__[2].__name__,
         end_tokens=tuple(sorted(trial.end_texts)),
-        rules=tuple(trial.judge(rule) for rule in rules(trial.end_text)),
+        rules=(
+            *(trial.judge(rule) for rule in rules(trial.end_text)),
+            *(trial.judge_images() if renderer.model_config.is_multimodal_model else ()),
+        ),
     )
 
 
@@ -99,6 +104,17 @@ class _Trial:
     def judge(self, rule: Rule) -> RuleReport:
         """What happens to calls like the rule's witness."""
         return asyncio.run(self._judge(rule))
+
+    def judge_images(self) -> Sequence[RuleReport]:
+        """What happens to calls with images."""
+
+        async def judge() -> list[RuleReport]:
+            return [
+                await judge_images(self._renderer, self._template, rule, self._end_id)
+                for rule in image_rules()
+            ]
+
+        return asyncio.run(judge())
 
     async def _judge(self, rule: Rule) -> RuleReport:
         base: Any = type(self._renderer).__mro__[2]

@@ -6,6 +6,7 @@ import msgspec
 
 SPLICED = "spliced"
 ROOT = "root"
+REFUSED = "refused"
 UNAVAILABLE = "unavailable"
 
 
@@ -15,10 +16,10 @@ class RuleReport(msgspec.Struct, frozen=True, kw_only=True):
     rule: str
     asks: str
     outcome: str
-    """`spliced`: continued exactly. `root`: captured as a root. `unavailable`: the template
-    refuses such messages altogether."""
+    """`spliced`: continued exactly. `root`: captured as a root. `refused`: not served under an
+    attempt. `unavailable`: the template refuses such messages altogether."""
     reason: str | None = None
-    """A `Reason` for a root."""
+    """A `Reason` for a root or a refusal."""
     detail: str = ""
     tail: str | None = None
     """What follows the captured tokens."""
@@ -35,7 +36,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def exact(self) -> bool:
         """Every message that the template accepts can be continued."""
-        return all(rule.outcome != ROOT for rule in self.rules)
+        return all(rule.outcome not in (ROOT, REFUSED) for rule in self.rules)
 
 
 def as_json(report: Report) -> bytes:
@@ -51,14 +52,15 @@ def as_text(report: Report) -> str:
 def _lines(report: Report) -> Iterable[str]:
     yield f"{report.model}: {report.renderer}, turns end with {', '.join(report.end_tokens)}"
     for rule in report.rules:
-        mark = {SPLICED: "exact", ROOT: "root "}.get(rule.outcome, "  -  ")
+        mark = {SPLICED: "exact", ROOT: "root ", REFUSED: "never"}.get(rule.outcome, "  -  ")
         yield f"  {mark}  {rule.rule}: {rule.asks}"
         if rule.outcome == SPLICED:
             yield f"           continues with {rule.tail!r}"
         else:
             yield f"           {rule.reason or 'not accepted by the template'}: {rule.detail}"
-    roots = sum(rule.outcome == ROOT for rule in report.rules)
-    if roots:
-        yield f"{roots} of {len(report.rules)} kinds of calls become roots"
-    else:
+    for outcome, what in ((ROOT, "become roots"), (REFUSED, "are refused")):
+        count = sum(rule.outcome == outcome for rule in report.rules)
+        if count:
+            yield f"{count} of {len(report.rules)} kinds of calls {what}"
+    if report.exact:
         yield "every kind of call that the template accepts is continued exactly"
