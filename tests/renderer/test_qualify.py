@@ -8,7 +8,7 @@ from vllm_forest_renderer.qualify.command import main
 
 from tests.support.templates import CHATML, DOUBLING, PLAIN
 from tests.support.transformers_cpu import import_transformers
-from tests.support.vision import vision_dir
+from tests.support.vision import PICTURES
 
 import_transformers()
 
@@ -60,7 +60,7 @@ def test_templates_that_fall_back_to_roots(
 @pytest.mark.requirement("XM2", "K10")
 def test_a_vision_model_is_tried_with_images(capsysbinary: pytest.CaptureFixture[bytes]) -> None:
     # Its template has no tool calls: those rules give roots.
-    assert main([str(vision_dir()), "--json"]) == 1
+    assert main([str(PICTURES), "--json"]) == 1
     found = outcomes(capsysbinary)
     images = {name: found[name] for name in ("image", "images", "image_later")}
     assert set(images.values()) == {"spliced"}
@@ -70,7 +70,7 @@ def test_a_processor_without_a_remapper_is_reported(
     capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_forest_renderer.media.family.MEDIA_REMAPPERS", "no.such_group")
-    assert main([str(vision_dir())]) == 1
+    assert main([str(PICTURES)]) == 1
     text = capsysbinary.readouterr().out.decode()
     assert "never  image: " in text
     assert "Qwen2_5_VLMultiModalProcessor" in text
