@@ -99,6 +99,7 @@ class Captured:
             history_tokens=self.prefixes.history,
             stored_media=_refuse,
             admit=_refuse,
+            around_generation=_refuse,  # type: ignore[arg-type]
         )
 
 
@@ -131,6 +132,7 @@ def captured(
             history_tokens=_refuse,
             stored_media=_refuse,
             admit=_refuse,
+            around_generation=_refuse,  # type: ignore[arg-type]
             render_option_digest=options,
             predecessor=Predecessor(records[-1], False) if records else None,
             tail_tokens=ids[start:middle],
