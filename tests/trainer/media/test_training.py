@@ -53,6 +53,20 @@ def test_every_layout_matches_the_per_call_oracle(sees, oracle, layout):
     assert_matches(sees, oracle, layout)
 
 
+@pytest.mark.requirement("B2")
+def test_a_step_without_images_leaves_the_tower_without_gradient(sees):
+    words = rollouts()[2:]
+    oracle = vision_oracle(sees, words, ADVANTAGES)
+    step = make_step(words, ADVANTAGES, shape_of("fixed", 2))
+    results = run_ranks(run_step, make_config(), sees, step, ranks=2)
+    found = results[0]["gradients"]
+    tower = {name for name in found if name.startswith("visual.")}
+    assert tower
+    assert not any(found.pop(name).any() for name in tower)
+    assert results[0]["stats"]["loss"] == pytest.approx(oracle.loss, abs=1e-6)
+    assert_gradients_close(found, oracle.gradients, 1e-5)
+
+
 @pytest.mark.requirement("B15")
 def test_tied_embeddings_take_no_gradient_from_placeholders(tmp_path):
     """The last stage's copy of the embedding trains too; image tokens are not looked up in it."""
