@@ -254,50 +254,50 @@ def test_only_positions_with_an_edge_are_projected(untied):
 
 
 def attention_by_each_kernel(rollouts, context_ranks: int):
-    """The trie's attention by stretches, by flex attention, and by a dense mask."""
+    """Errors of a trie's attention by parts, its gradients, and of flex attention."""
     import torch
-    from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron_forest_trainer.core.rows import assemble
     from megatron_forest_trainer.data.collate import RowInput
     from megatron_forest_trainer.data.tree import TreeCollator
-    from megatron_forest_trainer.model.tree import TreeAttention, visible
+    from megatron_forest_trainer.model.tree_kernels import attend_masked, attend_parts, visible
 
     step = make_step(rollouts, advantages_of(rollouts), forest_shape())
     items = [RowInput(assemble(row.plan, step.reader)) for row in step.decoded.rows]
-    attention = TreeAttention(
-        TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4), 1, None, "self"
-    )
     generator = torch.Generator().manual_seed(0)
-    found = []
+    errors = []
     for rank in range(context_ranks):
         collate = TreeCollator(
             across_rollouts=True, multiple=4, context_ranks=context_ranks, context_rank=rank
         )
         tree = collate(items, training=False).packed
-        everywhere = len(tree.last)
-        q, k, v = (
-            torch.randn(everywhere, 1, heads, 16, generator=generator) for heads in (4, 2, 2)
+        keys = torch.arange(len(tree.last))
+        q, k, v = (torch.randn(1, heads, len(keys), 16, generator=generator) for heads in (4, 2, 2))
+        inputs = [tensor.requires_grad_() for tensor in (q[:, :, tree.query_index], k, v)]
+        weight = torch.randn(inputs[0].shape, generator=generator)
+
+        def with_gradients(output, weight=weight, inputs=inputs):
+            return [output, *torch.autograd.grad((output * weight).sum(), inputs)]
+
+        queries = torch.arange(len(tree.query_index))
+        allowed = visible(tree.query_index, tree.last)(None, None, queries[:, None], keys[None])
+        dense = torch.nn.functional.scaled_dot_product_attention(
+            *inputs, attn_mask=allowed, scale=0.3, enable_gqa=True
         )
-        q = q[tree.query_index]
-        index = torch.arange(everywhere)
-        mask = visible(tree.query_index, tree.last)
-        dense = mask(None, None, torch.arange(len(q))[:, None], index[None])
-        expected = torch.nn.functional.scaled_dot_product_attention(
-            *(tensor.permute(1, 2, 0, 3) for tensor in (q, k, v)), attn_mask=dense, enable_gqa=True
-        ).permute(2, 0, 1, 3)
+        by_parts = attend_parts(*inputs, tree.parts, 0.3)
+        pairs = list(zip(with_gradients(by_parts), with_gradients(dense), strict=True))
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            flex = attention.flex(q, k, v, tree)
-        outputs = attention.stretches(q, k, v, tree), flex
-        found += [float((output - expected).abs().max()) for output in outputs]
-    return found
+            leaves = [tensor.detach() for tensor in inputs]
+            pairs.append((attend_masked(*leaves, tree.block_mask, 0.3), dense))
+        errors += [float((found - expected).abs().max()) for found, expected in pairs]
+    return errors
 
 
 @pytest.mark.parametrize("context_ranks", [1, 2])
 def test_every_kernel_computes_the_masked_attention(context_ranks):
     """Flex attention runs uncompiled and without gradient: on the CPU it has no backward pass."""
-    (found,) = run_ranks(attention_by_each_kernel, shared_prompts(5), context_ranks)
-    assert len(found) == 2 * context_ranks
-    assert max(found) < 1e-5
+    (errors,) = run_ranks(attention_by_each_kernel, shared_prompts(5), context_ranks)
+    assert len(errors) == 5 * context_ranks
+    assert max(errors) < 1e-5
 
 
 def refusals() -> dict[str, str]:

@@ -34,6 +34,7 @@ from megatron_forest_trainer.data.layout import PADDING_TOKEN, Layout, packed_la
 from megatron_forest_trainer.loss.edges import concatenate
 from megatron_forest_trainer.model.hf_config import VisionShape
 from megatron_forest_trainer.model.tree import TreeSeqParams
+from megatron_forest_trainer.model.tree_kernels import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +124,9 @@ class TreeCollator:
         return np.stack([layout.scatter([tree.gather(axis)], 0, np.int64) for axis in axes])
 
     def _params(self, tree: Tree, layout: Layout, depths_T: NDArray[np.int64]) -> TreeSeqParams:
-        queries, keys = stretches(tree, layout)
         last_T = np.full(layout.total, layout.total, np.int64)
         last_T[: tree.total] = tree.last_T
-        longest = max(len(key) for key in keys)
+        longest = max([layout.total - tree.total, *tree.lengths])
 
         def tensor(array: NDArray[np.int64]) -> torch.Tensor:
             return torch.from_numpy(array).to(self.device)
@@ -138,9 +138,7 @@ class TreeCollator:
             positions=tensor(depths_T),
             last=tensor(last_T),
             query_index=tensor(layout.positions),
-            query_lengths=[len(query) for query in queries],
-            key_lengths=[len(key) for key in keys],
-            key_index=tensor(np.concatenate(keys)),
+            parts=tuple(attention_parts(tree, layout)),
         )
 
 
@@ -158,28 +156,45 @@ def _images(rows: Sequence[Row], tree: Tree) -> list[PlacedImage]:
     return images
 
 
-def stretches(tree: Tree, layout: Layout) -> tuple[list[range], list[NDArray[np.int64]]]:
-    """Queries of this rank, in its order, as stretches that see one path each.
+def attention_parts(tree: Tree, layout: Layout) -> list[Part]:
+    """What this rank's queries attend to, in parts that need no mask; the causal ones first.
 
-    Returns each stretch's positions in the whole microbatch, and the positions of all keys on its
-    path up to its own end: query i of n sees all but the last n - 1 - i of them.
+    A stretch of the trie is seen by itself, in causal order, and whole by all of its descendants,
+    which follow it without a gap. Padding behind the trie sees itself.
     """
-    padding = Node(tree.total, layout.total, 0, layout.total, row=-1)
-    nodes = [*tree.nodes, padding] if padding.end > padding.start else list(tree.nodes)
-    queries: list[range] = []
-    keys: list[NDArray[np.int64]] = []
+    nodes = list(tree.nodes)
+    if layout.total > tree.total:
+        nodes.append(Node(tree.total, layout.total, 0, layout.total, row=-1))
+    causal: list[Part] = []
+    whole: list[Part] = []
+    local = 0
     for held in layout.held:
+        shift = local - held.start
+        local += len(held)
+
+        def part(queries: range, keys: range, *, causal: bool = False, shift: int = shift) -> Part:
+            return Part(
+                slice(queries.start + shift, queries.stop + shift),
+                slice(keys.start, keys.stop),
+                causal,
+            )
+
         for node in nodes:
-            start, stop = max(held.start, node.start), min(held.stop, node.end)
-            if start >= stop:
-                continue
-            before = tree.paths[node.row][: node.depth] if node.depth else _NOTHING
-            queries.append(range(start, stop))
-            keys.append(np.concatenate([before, np.arange(node.start, stop)]))
-    return queries, keys
+            own = _common(held, range(node.start, node.end))
+            if own:
+                causal.append(part(own, own, causal=True))
+            # The beginning of the stretch may be on another rank.
+            for queries, keys in (
+                (own, range(node.start, own.start)),
+                (_common(held, range(node.end, node.last)), range(node.start, node.end)),
+            ):
+                if queries and keys:
+                    whole.append(part(queries, keys))
+    return causal + whole
 
 
-_NOTHING = np.empty(0, np.int32)
+def _common(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
 def _row(item: RowInput) -> Row:

@@ -6,24 +6,29 @@ positions that it has in its rows; nothing of Megatron-Core is patched. Three pa
 recomputation; `TreeAttention` stands in the layer spec; `enable_tree_execution` wraps the model's
 rotary embedding and refuses layers that could not run a trie.
 
-On the CPU each stretch of the trie attends to the keys of its path by itself, without wasted work.
-With CUDA, compiled flex attention takes the mask.
+On the CPU attention runs by parts of the trie, without wasted work; with CUDA, compiled flex
+attention takes the mask (`model.tree_kernels`).
 
 Axes: `s` tokens of this rank, `t` tokens of the whole microbatch, `h` heads, `d` head dimension.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
 from megatron_forest_trainer.model.attention import SDPAVarlenAttention, gather, natural_order
 from megatron_forest_trainer.model.hf_config import UnsupportedModelError
+from megatron_forest_trainer.model.tree_kernels import (
+    Part,
+    attend_masked,
+    attend_parts,
+    block_mask,
+)
 
 
 @dataclass(kw_only=True)
@@ -36,14 +41,13 @@ class TreeSeqParams(PackedSeqParams):
     """`[t]` end of each token's descendants."""
     query_index: torch.Tensor
     """`[s]` position of each token in the whole microbatch."""
-    query_lengths: list[int]
-    """Tokens of each stretch of queries, in this rank's order."""
-    key_lengths: list[int]
-    """Tokens on each stretch's path, itself included."""
-    key_index: torch.Tensor
-    """Positions in the whole microbatch of the tokens on all paths, one path behind the other."""
-    block_mask: BlockMask | None = None
-    """What flex attention takes; made by the first layer that needs it."""
+    parts: tuple[Part, ...]
+    """The trie without its mask, for the CPU."""
+
+    @cached_property
+    def block_mask(self) -> BlockMask:
+        """The trie's mask, for flex attention; every layer takes the same one."""
+        return block_mask(self.query_index, self.last)
 
 
 class TreeAttention(SDPAVarlenAttention):
@@ -70,60 +74,12 @@ class TreeAttention(SDPAVarlenAttention):
             key, value = (
                 natural_order(gather(tensor, self.cp_group), ranks) for tensor in (key, value)
             )
-        attend = self.flex if query.is_cuda else self.stretches
-        return attend(query, key, value, tree).flatten(2)
-
-    def stretches(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: TreeSeqParams
-    ) -> torch.Tensor:
-        """`[s, 1, h, d]`: each stretch of queries over the keys `[t, 1, g, d]` of its path."""
-        queries = query.split(tree.query_lengths)
-        keys, values = (
-            tensor.index_select(0, tree.key_index).split(tree.key_lengths)
-            for tensor in (key, value)
-        )
-        return torch.cat([self._attend(*part) for part in zip(queries, keys, values, strict=True)])
-
-    def flex(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: TreeSeqParams
-    ) -> torch.Tensor:
-        """The same by one masked kernel. It has no backward pass on the CPU."""
-        if tree.block_mask is None:
-            tree.block_mask = _compiled(create_block_mask)(
-                visible(tree.query_index, tree.last),
-                None,
-                None,
-                len(tree.query_index),
-                len(tree.last),
-                device=query.device,
-            )
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        output = _compiled(flex_attention)(
-            q,
-            k,
-            v,
-            block_mask=tree.block_mask,
-            scale=self.softmax_scale,
-            enable_gqa=key.shape[2] != query.shape[2],
-        )
-        return output.permute(2, 0, 1, 3)
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
-
-
-def visible(query_index: torch.Tensor, last: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """The trie's mask as flex attention asks for it: may query `q` attend to key `k`?"""
-
-    def mask(
-        batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor
-    ) -> torch.Tensor:
-        position = query_index[q]
-        return (k <= position) & (position < last[k])
-
-    return mask
+        if query.is_cuda:
+            output = attend_masked(q, k, v, tree.block_mask, self.softmax_scale)
+        else:
+            output = attend_parts(q, k, v, tree.parts, self.softmax_scale)
+        return output.permute(2, 0, 1, 3).flatten(2)
 
 
 class TreeRotary(torch.nn.Module):
