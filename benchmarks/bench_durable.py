@@ -6,6 +6,7 @@ A call has 330 new tokens, 60 of them generated. Overlapping calls share their f
 """
 
 import asyncio
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -45,9 +46,9 @@ def capture(loop: asyncio.AbstractEventLoop, tmp_path: Path) -> Iterator[Capture
 
 
 def _flushed(path: Path, data: bytes) -> float:
-    """Seconds that writing `data` and flushing it takes."""
+    """Seconds that writing `data` to a fresh file and flushing it takes."""
     start = time.perf_counter()
-    descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
     os.write(descriptor, data)
     os.fsync(descriptor)
     os.close(descriptor)
@@ -68,6 +69,7 @@ def test_overlapping_calls(
     whole: list[float] = []
     staging: list[float] = []
     flushing: list[float] = []
+    numbers = itertools.count()
 
     async def call() -> None:
         start = time.perf_counter()
@@ -87,12 +89,12 @@ def test_overlapping_calls(
         return overlapping / (time.perf_counter() - start)
 
     def one_by_one() -> float:
-        seconds = [_flushed(tmp_path / f"raw-{n}", data) for n in range(overlapping)]
+        seconds = [_flushed(tmp_path / f"raw-{next(numbers)}", data) for _ in range(overlapping)]
         flushing.extend(seconds)
         return overlapping / sum(seconds)
 
     def at_once() -> float:
-        return overlapping / _flushed(tmp_path / "raw-all", data * overlapping)
+        return overlapping / _flushed(tmp_path / f"raw-{next(numbers)}", data * overlapping)
 
     rounds, section = 2 if quick else 25, "Durable capture"
     report.add(

@@ -51,7 +51,7 @@ class Report:
 
     def add(self, row: Figure, *goals: Goal) -> Figure:
         """Report `row`, with what was promised of it."""
-        row = msgspec.structs.replace(row, goals=(*row.goals, *goals))
+        row = msgspec.structs.replace(row, goals=goals)
         self.figures.append(row)
         self.benchmark.extra_info.setdefault("figures", []).append(msgspec.to_builtins(row))
         return row

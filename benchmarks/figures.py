@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import quantiles
 
 import msgspec
+import numpy as np
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -23,7 +24,8 @@ class Spread(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
         """The spread of `values`, one per round."""
-        low, middle, high = quantiles(values, method="inclusive") if len(values) > 1 else values * 3
+        several = len(values) > 1
+        low, middle, high = quantiles(values, method="inclusive") if several else [values[0]] * 3
         return cls(middle, low, high, len(values))
 
 
@@ -112,6 +114,4 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
     """Exponent of the power law through the points: 1 is linear growth."""
-    import numpy as np
-
     return float(np.polyfit(np.log(x), np.log(y), 1)[0])

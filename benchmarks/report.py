@@ -9,8 +9,9 @@ the markers of README.md and docs/benchmarks.md, and docs/benchmarks.svg.
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -164,8 +165,7 @@ def plot(figures: Sequence[Figure], path: Path) -> None:
     pyplot.close(whole)
 
 
-def _panel(axis: object, section: str, rows: Sequence[Figure], names: Sequence[str]) -> None:
-    draw: Callable[..., object] = axis.errorbar  # type: ignore[attr-defined]
+def _panel(axis: Any, section: str, rows: Sequence[Figure], names: Sequence[str]) -> None:
     for name in ("Forest", *names):
         points = []
         for row in rows:
@@ -179,7 +179,7 @@ def _panel(axis: object, section: str, rows: Sequence[Figure], names: Sequence[s
         middle = [spread.median for _, spread in points]
         below = [spread.median - spread.low for _, spread in points]
         above = [spread.high - spread.median for _, spread in points]
-        draw(
+        axis.errorbar(
             [x for x, _ in points],
             middle,
             yerr=[below, above],
@@ -189,10 +189,8 @@ def _panel(axis: object, section: str, rows: Sequence[Figure], names: Sequence[s
             linewidth=2 if name == "Forest" else 1,
             linestyle=":" if limit else "-",
         )
-    axis.set(  # type: ignore[attr-defined]
-        title=section, xlabel=rows[0].x_label, ylabel=rows[0].unit, xscale="log", yscale="log"
-    )
-    axis.legend(fontsize=6)  # type: ignore[attr-defined]
+    axis.set(title=section, xlabel=rows[0].x_label, ylabel=rows[0].unit, xscale="log", yscale="log")
+    axis.legend(fontsize=6)
 
 
 def replace_between_markers(page: Path, text: str) -> None:

@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.write and not broken:
             write_documentation(run)
     if broken:
-        print(f"broken: {', '.join(broken)}", file=sys.stderr)
+        print(f"broken, nothing documented: {', '.join(broken)}", file=sys.stderr)
     return int(bool(broken))
 
 
