@@ -46,7 +46,7 @@ wheels: setup    ## Build the three wheels into dist/
 isolation: wheels ## Install each wheel without the other side and check what it registers
 	PYTHON=$(PYTHON) bash scripts/check_isolation.sh dist
 
-smoke: wheels    ## Run the smoke tests on the oldest supported vLLM, from the built wheels
+smoke: wheels    ## Run the smoke tests of both sides on the oldest supported vLLM, from the built wheels
 	PYTHON=$(PYTHON) bash scripts/check_vllm_versions.sh dist $(OLDEST_VLLM)
 
 bench: $(VENV)/.bench ## Run the benchmarks (OUT=dir keeps the figures there, ARGS=--write updates the docs)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from safetensors.numpy import save_file
 
-from tests.support.models import qwen3_config, qwen3_weights
+from tests.support.models import qwen3_config, qwen3_moe_config, qwen3_weights
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
@@ -16,10 +16,12 @@ TEMPLATE = (
 )
 
 
-def make_byte_model(directory: Path, *, seed: int = 0, tied: bool = False) -> Path:
+def make_byte_model(
+    directory: Path, *, seed: int = 0, tied: bool = False, mixture: bool = False
+) -> Path:
     """Write the model: 256 byte tokens and `SPECIAL`, two layers, random float32 weights.
 
-    `tied` models use their embedding as the output layer.
+    `tied` models use their embedding as the output layer; a `mixture` has experts.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -43,7 +45,7 @@ def make_byte_model(directory: Path, *, seed: int = 0, tied: bool = False) -> Pa
             }
         )
     )
-    config = qwen3_config(
+    config = (qwen3_moe_config if mixture else qwen3_config)(
         vocab_size=tokenizer.get_vocab_size(),
         bos_token_id=None,
         eos_token_id=end,

@@ -78,14 +78,19 @@ def test_update_changes_weights_and_leaves_no_stale_cache(
 
 
 @pytest.mark.requirement("K13")
-def test_a_tied_model_on_the_cpu_refuses_updates_that_would_not_be_exact(tmp_path: Path) -> None:
-    model = make_byte_model(tmp_path / "tied", tied=True)
-    with EngineServer(model, forest={"state_dir": str(tmp_path / "state")}) as tied:
-        assert "weights" not in tied.control.get("/handshake").json()["features"]
-        answer = tied.control.post("/weights", json={"path": str(model), "version": "step-1"})
+@pytest.mark.parametrize(
+    ("kind", "told"), [({"tied": True}, "lm_head.weight"), ({"mixture": True}, "experts")]
+)
+def test_a_model_whose_reload_on_the_cpu_is_not_exact_refuses_updates(
+    tmp_path: Path, kind: dict[str, bool], told: str
+) -> None:
+    model = make_byte_model(tmp_path / "model", **kind)
+    with EngineServer(model, forest={"state_dir": str(tmp_path / "state")}) as server:
+        assert "weights" not in server.control.get("/handshake").json()["features"]
+        answer = server.control.post("/weights", json={"path": str(model), "version": "step-1"})
         assert answer.status_code == 400
         assert answer.json()["error"]["type"] == "unsupported_request"
-        assert "lm_head.weight" in answer.json()["error"]["message"]
+        assert told in answer.json()["error"]["message"]
 
 
 @pytest.mark.smoke

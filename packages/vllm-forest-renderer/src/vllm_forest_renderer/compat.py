@@ -247,16 +247,26 @@ def custom_logits_processors(model_config: Any) -> list[str]:
     return list(dict.fromkeys([*named, *installed]))
 
 
-def reload_leaves_old_output_layer(model_config: Any) -> bool:
-    """Whether reloading weights would keep the output layer of a tied model.
+def inexact_reload(model_config: Any) -> str | None:
+    """Why loading weights into the running engine would not give what a fresh start gives.
 
     vLLM's CPU backend multiplies with a packed copy of each weight. Reloading packs a layer again
-    when its weights arrive; a tied output layer gets none of its own.
+    when its weights arrive: a tied output layer gets none of its own, and experts are copied
+    without packing. None where reloading is exact.
     """
     from vllm.platforms import current_platform
 
+    if not current_platform.is_cpu():
+        return None
+    if model_config.get_num_experts():
+        return "on the CPU vLLM would load the experts of a mixture wrongly; serve it from a GPU"
     text_config = getattr(model_config, "hf_text_config", model_config.hf_config)
-    return bool(current_platform.is_cpu() and getattr(text_config, "tie_word_embeddings", False))
+    if getattr(text_config, "tie_word_embeddings", False):
+        return (
+            "on the CPU vLLM would keep the old output layer of a model with tied embeddings; "
+            'serve a checkpoint with "tie_word_embeddings": false and an lm_head.weight'
+        )
+    return None
 
 
 def pixel_normalization(model_config: Any) -> dict[str, Any] | None:

@@ -87,7 +87,7 @@ class EngineControl:
         """The engine says which weights made each generated token. Where it does not, no
         generation may span two versions."""
         self._captures_routes = captures_routes
-        self._updatable = not compat.reload_leaves_old_output_layer(engine.vllm_config.model_config)
+        self._inexact_reload = compat.inexact_reload(engine.vllm_config.model_config)
 
     async def weight_version(self) -> str:
         """Name of the weights that the next token is made with."""
@@ -152,7 +152,7 @@ class EngineControl:
             weight_version=await self.weight_version(),
             features=(
                 *FEATURES,
-                *([WEIGHTS_FEATURE] if self._updatable else ()),
+                *([WEIGHTS_FEATURE] if self._inexact_reload is None else ()),
                 *([ROUTES] if self._captures_routes else ()),
             ),
         )
@@ -183,12 +183,8 @@ class EngineControl:
         `malformed_request` for a directory without weights, with nothing changed; `engine_error`
         where loading failed, with the engine left paused.
         """
-        if not self._updatable:
-            raise ForestError(
-                Reason.UNSUPPORTED_REQUEST,
-                "on the CPU vLLM would keep the old output layer of a model with tied embeddings; "
-                'serve a checkpoint with "tie_word_embeddings": false and an lm_head.weight',
-            )
+        if self._inexact_reload is not None:
+            raise ForestError(Reason.UNSUPPORTED_REQUEST, self._inexact_reload)
         check_label(update.version, "version")
         if update.version.startswith(_LOADING):
             raise ForestError(
