@@ -25,7 +25,7 @@ def make_call(
     """A finished call of 7 prompt and 3 generated tokens."""
     call = Call(
         attempt_id="att_0", api="chat", model="tiny", history=None, calls=(), resolver=None,
-        history_tokens=None, stored_media=None, admit=None,
+        history_tokens=None, stored_media=None, admit=None, around_generation=None,
     )  # type: ignore[arg-type]  # fmt: skip
     call.prompt_tokens = list(range(PROMPT))
     call.tail_tokens = call.prompt_tokens[parent.cum_len if parent else 0 :]

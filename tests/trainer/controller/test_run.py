@@ -138,7 +138,7 @@ def test_an_interrupted_run_ends_at_once(
     try:
         wait_until(lambda: server.open_now == 4, 120)
         running.send_signal(signal.SIGINT)
-        _, told = running.communicate(timeout=30)
+        _, told = running.communicate(timeout=120)
     finally:
         running.kill()
     assert running.returncode == 130
