@@ -71,7 +71,7 @@ def delta_digest(tensors: Mapping[str, NDArray[np.generic]]) -> str:
         label = f"{name}|{array.dtype.kind}{array.dtype.itemsize}|{shape}".encode()
         length, size = len(label).to_bytes(8, "little"), array.nbytes.to_bytes(8, "little")
         hasher.update(b"".join((length, label, size)))
-        hasher.update(array)
+        hasher.update(array.data)
     return hasher.hexdigest()
 
 
