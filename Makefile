@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV   ?= .venv
 STAMP  := $(shell date +%Y%m%d-%H%M%S)
 OUT    ?= out/$@-$(STAMP)
-OLDEST_VLLM := 0.30.0
+OLDER_VLLM := 0.30.0 0.31.0
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
@@ -46,8 +46,8 @@ wheels: setup    ## Build the three wheels into dist/
 isolation: wheels ## Install each wheel without the other side and check what it registers
 	PYTHON=$(PYTHON) bash scripts/check_isolation.sh dist
 
-smoke: wheels    ## Run the smoke tests of both sides on the oldest supported vLLM, from the built wheels
-	PYTHON=$(PYTHON) bash scripts/check_vllm_versions.sh dist $(OLDEST_VLLM)
+smoke: wheels    ## Run the smoke tests of both sides on older supported vLLMs, from the built wheels
+	PYTHON=$(PYTHON) bash scripts/check_vllm_versions.sh dist $(OLDER_VLLM)
 
 bench: $(VENV)/.bench ## Run the benchmarks (OUT=dir keeps the figures there, ARGS=--write updates the docs)
 	$(BIN)/python -m benchmarks.run --out $(OUT) $(ARGS)

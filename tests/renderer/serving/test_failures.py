@@ -15,6 +15,8 @@ from vllm_forest_renderer.errors import StoreUnavailable
 from tests.support.engine import EngineServer, wait_until
 from tests.support.episodes import END, TOOLS, Episode
 
+pytestmark = pytest.mark.smoke
+
 ASK: Any = {"role": "user", "content": "What is the capital of France?"}
 NEXT: Any = {"role": "user", "content": "And of Germany?"}
 
