@@ -37,8 +37,8 @@ class ApiAdapter(Protocol):
     name: str
     """`chat` or `responses`."""
 
-    def prepare(self, body: dict[str, Any]) -> Prepared:
-        """Check and parse a request body. Raises `ForestError`."""
+    def prepare(self, body: dict[str, Any], attempt_id: str) -> Prepared:
+        """Check and parse a request body of an attempt. Raises `ForestError`."""
         ...
 
     async def create(self, request: Any, raw_request: Request) -> Any:

@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 from fastapi import Request
-from forest_schema.items import normalize_chat
 
 from vllm_forest_renderer import compat
 from vllm_forest_renderer.capture.record import Answer
 from vllm_forest_renderer.serving.adapter import Prepared, normalised, parsed
 from vllm_forest_renderer.serving.answers import Failure
+from vllm_forest_renderer.serving.known_histories import KnownHistories
 from vllm_forest_renderer.serving.refusals import check_fields, check_messages, without_uuids
 
 
@@ -32,12 +32,13 @@ class ChatAdapter:
         self._serving = serving
         self._default_model = default_model
         self._incremental = incremental
+        self._known = KnownHistories()
 
-    def prepare(self, body: dict[str, Any]) -> Prepared:
+    def prepare(self, body: dict[str, Any], attempt_id: str) -> Prepared:
         """See `ApiAdapter`."""
         check_fields(body)
         messages = check_messages(body.get("messages"))
-        history = normalised(normalize_chat, messages)
+        history = normalised(self._known.normalize, attempt_id, messages)
         request = parsed(
             compat.ChatCompletionRequest,
             {**body, "messages": [_for_vllm(message) for message in messages]},

@@ -68,7 +68,7 @@ class CapturedApi:
         try:
             attempt = raw_request.path_params["attempt"]
             calls = self._service.committed(attempt)
-            prepared = self._adapter.prepare(body)
+            prepared = self._adapter.prepare(body, attempt)
             call = self._service.begin(
                 attempt,
                 api=self._adapter.name,

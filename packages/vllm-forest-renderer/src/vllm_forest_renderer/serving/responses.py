@@ -36,7 +36,7 @@ class ResponsesAdapter:
         self._serving = serving
         self._default_model = default_model
 
-    def prepare(self, body: dict[str, Any]) -> Prepared:
+    def prepare(self, body: dict[str, Any], attempt_id: str) -> Prepared:
         """See `ApiAdapter`."""
         check_fields(body)
         check_tools(body.get("tools"))
