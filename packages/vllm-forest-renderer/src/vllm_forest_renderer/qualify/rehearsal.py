@@ -5,7 +5,7 @@ state, and leaves the record that the server would commit; nothing is written an
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from forest_schema.digests import delta_digest
 from forest_schema.items import normalize_chat
@@ -47,6 +47,7 @@ class Rehearsal:
             history_tokens=self._history,
             stored_media=self._media,
             admit=_never,
+            around_generation=_never,
         )
         before = CURRENT.set(call)
         try:
@@ -91,5 +92,5 @@ class Rehearsal:
         return [self._stored[old.occurrence.blob] for old in captured]
 
 
-async def _never(call: Call, params: Any) -> None:
+def _never(*_: Any) -> NoReturn:
     raise AssertionError("a rehearsal does not generate")
