@@ -103,6 +103,42 @@ def test_load_counts_every_real_token_once(untied):
     assert everything.sum() > loads[0].sum()
 
 
-def step_with_padding(rollouts):
+def step_with_padding(rollouts, padding=3):
     shape = FixedShape(data_parallel=1, train_micro_batch=1, logprob_micro_batch=1)
-    return make_step(rollouts, {"x": 1.0, "y": -0.5}, shape, extra_padding=3)
+    return make_step(rollouts, {"x": 1.0, "y": -0.5}, shape, extra_padding=padding)
+
+
+def expert_biases(configs, hf_dir, steps):
+    """The routers' biases after one step each, by configuration and step."""
+    from megatron_forest_trainer.learner import Learner
+    from megatron_forest_trainer.model import parallel
+    from megatron_forest_trainer.model.checks import routers
+
+    from tests.trainer.megatron.mixtures import make_biased_mixture
+
+    found = []
+    for config in configs:
+        for step in steps:
+            learner = Learner(config, hf_dir, module=make_biased_mixture())
+            learner.logprobs(step.decoded, step.reader)
+            learner.train_step(step.decoded, step.reader)
+            found.append(np.stack([r.expert_bias.numpy() for r in routers(learner.module)]))
+            parallel.shutdown()
+    return found
+
+
+@pytest.mark.requirement("K12", "H4")
+def test_the_bias_does_not_feel_added_padding(untied):
+    rollouts = [random_rollout("x", BRANCHES, seed=1), random_rollout("y", CHAIN, seed=2)]
+    steps = [step_with_padding(rollouts, padding) for padding in (0, 60)]
+    configs = [
+        make_config(policy__megatron_cfg__count_padding_in_expert_load=counted)
+        for counted in (False, True)
+    ]
+    ((plain, padded, plain_counted, padded_counted),) = run_ranks(
+        expert_biases, configs, untied, steps
+    )
+    assert np.abs(plain).max() > 0
+    assert np.array_equal(plain, padded)
+    # Counted, the padding moves it.
+    assert not np.array_equal(plain_counted, padded_counted)
