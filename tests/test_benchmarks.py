@@ -29,9 +29,15 @@ def quick(out: Path, *names: str) -> Run:
 
 
 def test_benchmarks_without_an_engine_run(tmp_path):
-    run = quick(tmp_path, "splice", "durable", "reading", "training")
+    run = quick(tmp_path, "splice", "durable", "reading", "training", "images")
     sections = {row.section for row in run.figures}
-    assert sections >= {"Resolution and splice", "Durable capture", "Forests", "Training steps"}
+    assert sections >= {
+        "Resolution and splice",
+        "Durable capture",
+        "Forests",
+        "Images",
+        "Training steps",
+    }
     assert all(row.ours.median > 0 for row in run.figures)
 
 

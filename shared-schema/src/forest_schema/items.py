@@ -12,7 +12,6 @@ is kept beside an item's fingerprint, because a client may send it back or leave
 """
 
 import abc
-import base64
 import binascii
 import decimal
 import functools
@@ -23,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import pybase64
 import xxhash
 
 from forest_schema.digests import EMPTY_CHAIN, source_digest
@@ -270,7 +270,7 @@ def image_identity(url: str, uuid: str | None = None) -> str:
         head, _, payload = url.partition(",")
         if head.endswith(";base64"):
             try:
-                data = base64.b64decode(payload, validate=True)
+                data = pybase64.b64decode(payload, validate=True)
             except binascii.Error as error:
                 raise ValueError(f"not base64: {error}") from error
         else:
