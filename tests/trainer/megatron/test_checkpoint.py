@@ -17,6 +17,7 @@ from tests.trainer.megatron.support import (
 CFG = "policy__megatron_cfg__"
 TENSOR = {f"{CFG}tensor_model_parallel_size": 2}
 PIPELINE = {f"{CFG}pipeline_model_parallel_size": 2}
+EXPERT = {f"{CFG}expert_model_parallel_size": 2}
 SHARDED = {f"{CFG}optimizer__use_distributed_optimizer": True}
 SCHEDULE = {
     f"{CFG}scheduler__lr_decay_style": "cosine",
@@ -43,12 +44,29 @@ def step_for(data_parallel: int):
     ids=["data", "tensor", "pipeline", "sharded"],
 )
 def test_resumed_run_equals_the_uninterrupted_one(tmp_path, untied, saved, data_parallel, others):
-    directory = tmp_path / "checkpoint"
+    assert_resumes(untied, tmp_path / "checkpoint", saved, data_parallel, others)
+
+
+@pytest.mark.requirement("J1", "J6")
+@pytest.mark.parametrize(
+    ("saved", "others"),
+    [
+        ({}, [(1, 1, {}), (2, 1, PIPELINE)]),
+        (EXPERT, []),
+        (SHARDED | EXPERT, []),
+    ],
+    ids=["data", "expert", "sharded-expert"],
+)
+def test_a_mixture_resumes_too(tmp_path, mixture, saved, others):
+    assert_resumes(mixture, tmp_path / "checkpoint", saved, 2, others)
+
+
+def assert_resumes(hf_dir, directory, saved, data_parallel, others):
     config = make_config(**saved, **SCHEDULE)
     step = step_for(data_parallel)
-    uninterrupted = run_ranks(train_and_save, config, untied, step, directory, 2, 2, ranks=2)[0]
+    uninterrupted = run_ranks(train_and_save, config, hf_dir, step, directory, 2, 2, ranks=2)[0]
 
-    (resumed, _) = run_ranks(resume, config, untied, step, directory, 2, ranks=2)
+    (resumed, _) = run_ranks(resume, config, hf_dir, step, directory, 2, ranks=2)
     assert resumed == uninterrupted
     assert [stats["step"] for stats in resumed] == [3, 4]
 
@@ -56,7 +74,7 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path, untied, saved, data_
         resharded = run_ranks(
             resume,
             make_config(**overrides, **SCHEDULE),
-            untied,
+            hf_dir,
             step_for(other_data_parallel),
             directory,
             2,
@@ -66,6 +84,14 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path, untied, saved, data_
             assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
             assert found["lr"] == expected["lr"]
             assert found["step"] == expected["step"]
+
+
+@pytest.mark.requirement("J2")
+def test_the_experts_optimizer_must_be_there_again(tmp_path, mixture):
+    directory = tmp_path / "checkpoint"
+    run_ranks(train_and_save, make_config(**EXPERT), mixture, step_for(2), directory, 1, 0, ranks=2)
+    (kind,) = run_ranks(error_of, "load", make_config(), mixture, directory)
+    assert "expert_model_parallel_size was above 1" in kind
 
 
 @pytest.mark.requirement("J2", "J3")

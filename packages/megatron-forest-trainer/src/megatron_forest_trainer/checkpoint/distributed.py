@@ -4,7 +4,7 @@ Guarantees: a checkpoint directory appears at once and complete; a resumed run o
 continues bit for bit like an uninterrupted one; weights and optimizer state can be read back under
 another tensor-, pipeline- or data-parallel layout; hyperparameters are those of the resumed run's
 configuration, and the schedule goes on from the checkpoint's step. A checkpoint of another schema
-version, or of the other kind of optimizer, is refused.
+version, or of another kind of optimizer, is refused.
 """
 
 import shutil
@@ -55,7 +55,8 @@ def load_checkpoint(trainable: Trainable, directory: Path) -> int:
     """Restore the state that `save_checkpoint` wrote; collective. Returns its step.
 
     Raises `FileNotFoundError`, `forest_schema.SchemaError`, and `ValueError` where the checkpoint
-    is of the distributed optimizer and this run's is not, or the other way round.
+    is of the distributed optimizer and this run's is not, or has an optimizer of its own for
+    experts and this run has none, or the other way round.
     """
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory}: no checkpoint directory")
@@ -68,6 +69,13 @@ def load_checkpoint(trainable: Trainable, directory: Path) -> int:
         raise ValueError(
             f"checkpoint {directory}: written with policy.megatron_cfg.optimizer."
             f"use_distributed_optimizer: {str(saved).lower()}; resume with the same value"
+        )
+    parts = len(_parts(trainable.optimizer))
+    if common.get("optimizer_parts", 1) != parts:
+        raise ValueError(
+            f"checkpoint {directory}: policy.megatron_cfg.expert_model_parallel_size was "
+            f"{'1' if parts > 1 else 'above 1'} (the optimizer keeps experts apart where it is "
+            "above 1); resume with such a value"
         )
     with _repaired_torch_adam(trainable.optimizer):
         state = dist_checkpointing.load(
@@ -96,6 +104,7 @@ def _sharded_state(trainable: Trainable, *, step: int, loading: bool) -> dict[st
     return {
         "forest_schema": SNAPSHOT_SCHEMA,
         "distributed_optimizer": _distributed(trainable.optimizer),
+        "optimizer_parts": len(_parts(trainable.optimizer)),
         "step": step,
         "model": model,
         "optimizer": trainable.optimizer.sharded_state_dict(
