@@ -17,8 +17,9 @@ setup: $(VENV)/.ready ## Create the virtual environment
 $(VENV)/.ready: scripts/setup_env.sh requirements/*.txt pyproject.toml shared-schema/pyproject.toml packages/*/pyproject.toml
 	PYTHON=$(PYTHON) bash scripts/setup_env.sh $(VENV)
 
-demo: setup      ## Capture -> rows -> GRPO steps on a tiny model (OUT=dir, FLAVOUR=images)
-	$(BIN)/python examples/toolbox/run.py --out $(OUT) $(if $(FLAVOUR),--flavour $(FLAVOUR))
+demo: setup      ## Capture -> rows -> GRPO steps on a tiny model (OUT=dir, FLAVOUR=images, FOREST_EXECUTION=1)
+	$(BIN)/python examples/toolbox/run.py --out $(OUT) $(if $(FLAVOUR),--flavour $(FLAVOUR)) \
+	  $(if $(FOREST_EXECUTION),--forest-execution)
 
 test: setup      ## Run the tests
 	$(BIN)/python -m pytest

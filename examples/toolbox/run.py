@@ -73,6 +73,9 @@ def main(
     flavour: Annotated[FlavourName, typer.Option(help="Which example.")] = FlavourName.BOXES,
     model: Annotated[Path | None, typer.Option(help="Checkpoint to start from.")] = None,
     ranks: Annotated[int, typer.Option(help="Data-parallel trainer processes.", min=1)] = 2,
+    forest_execution: Annotated[
+        bool, typer.Option("--forest-execution", help="Compute tokens that rows share once.")
+    ] = False,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Configuration overrides.")
     ] = None,
@@ -84,6 +87,9 @@ def main(
     if (out / "steps.jsonl").exists():
         _fail(f"{out} holds the results of an earlier run; remove it or choose another OUT")
     out.mkdir(parents=True, exist_ok=True)
+    overrides = overrides or []
+    if forest_execution:
+        overrides = ["policy.forest_execution.enabled=true", *overrides]
     started = time.monotonic()
     with (out / "tasks.jsonl").open("w", encoding="utf-8") as file:
         some = itertools.islice(example.tasks(TASK_SEED), TASKS)
@@ -96,7 +102,7 @@ def main(
                 "data.train.data_path": str(out / "tasks.jsonl"),
                 "logger.log_dir": str(out),
             }
-            status = _train(out, example.folder / "config.yaml", settings, ranks, overrides or [])
+            status = _train(out, example.folder / "config.yaml", settings, ranks, overrides)
     except ServerFailed as error:
         _fail(str(error))
     except KeyboardInterrupt:

@@ -25,6 +25,8 @@ def good_run():
             "logical_rollouts": 64,
             "valid_rows": 64 + 10 * (step % 2),
             "padding_rows": 0,
+            "row_tokens": 20_000,
+            "executed_tokens": 9_000,
             "reward/mean": 0.4 + 0.02 * step,
             "gen_kl_error": 1e-13,
             "token_mult_prob_error": 1.000001,

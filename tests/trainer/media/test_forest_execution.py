@@ -1,5 +1,7 @@
 """Images in the forest in one pass: a shared image is seen once, another image is never shared."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from megatron_forest_trainer.core.plan import ForestShape
@@ -75,17 +77,28 @@ def test_every_layout_matches_the_per_call_oracle(sees, oracle, layout):
         assert np.abs(logprobs[row.row_id] - np.concatenate(own)).max() < 1e-5
 
 
-def collated(hf_dir, names):
-    """(tokens, images, placeholder embeddings) of the rollouts `names` in one trie."""
+def collated(hf_dir, names, routes=None):
+    """(planned tokens, tokens, images, embeddings) of the rollouts `names` in one trie.
+
+    `routes` are the experts of each row's tokens.
+    """
     from megatron_forest_trainer.data.tree import TreeCollator
 
     made = [rollout for rollout in sharing() if rollout.rollout_id in names]
     shape = ForestShape(data_parallel=1, max_tokens=4096, across_rollouts=True)
     step = make_step(made, ADVANTAGES | {"x2": 0.1}, shape)
     rows = [RowInput(assemble(row.plan, step.reader)) for row in step.decoded.rows]
-    batch = TreeCollator(across_rollouts=True, vision=read_model_shape(hf_dir).vision)(
-        rows, training=False
+    if routes is not None:
+        rows = [
+            RowInput(replace(item.row, routes_TLK=np.resize(own, (item.length, 1, 1))))
+            for item, own in zip(rows, routes, strict=True)
+        ]
+    collate = TreeCollator(
+        across_rollouts=True,
+        vision=read_model_shape(hf_dir).vision,
+        routed=None if routes is None else (1, 1),
     )
+    batch = collate(rows, training=False)
     media = batch.media
     return step.decoded.executed_tokens, batch.tokens.numel(), len(media.grids), len(media.target)
 
@@ -98,3 +111,12 @@ def test_an_image_is_seen_once_per_place_and_shared_by_equal_ones_only(sees):
     (other,) = run_ranks(collated, sees, {"same", "other"})
     # They part at the first placeholder.
     assert other == (3 + 2 * (8 + 2 + 6), 3 + 2 * (8 + 2 + 6), 2, 12)
+
+
+def test_rows_that_part_inside_an_image_have_all_of_its_embeddings(sees):
+    """Another expert saw the third placeholder: one image, and four of six embeddings twice."""
+    same = np.zeros(32, np.int32)
+    other = same.copy()
+    other[5] = 1
+    (found,) = run_ranks(collated, sees, {"x2", "same"}, [same, same, other])
+    assert found[2:] == (1, 6 + 4)

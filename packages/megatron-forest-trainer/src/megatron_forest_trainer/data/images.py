@@ -107,7 +107,8 @@ def positions_3T(row: Row, vision: VisionShape) -> NDArray[np.int64]:
 
 
 PlacedImage = tuple[MediaOccurrence, Mapping[str, NDArray[Any]], NDArray[np.int64]]
-"""An image with its tensors, and the positions of its embeddings in the whole microbatch."""
+"""An image with its tensors, and the positions of its embeddings in the whole microbatch: -1 for
+one that has its place from another row."""
 
 
 def placed_images(rows: Sequence[RowMedia | None], layout: Layout) -> list[PlacedImage]:
@@ -140,7 +141,8 @@ def media_batch(
             pixels.append(normalized_pixels(occurrence, tensors))
             grids.append(occurrence.grid)
         sources.append(first[content] + np.arange(len(positions)))
-    target_M = layout.local_index[np.concatenate([positions for _, _, positions in images])]
+    place_M = np.concatenate([positions for _, _, positions in images])
+    target_M = np.where(place_M < 0, -1, layout.local_index[place_M])
     here_M = target_M >= 0
     return MediaBatch(
         pixels=torch.from_numpy(np.concatenate(pixels)).to(device),

@@ -143,16 +143,20 @@ class TreeCollator:
 
 
 def _images(rows: Sequence[Row], tree: Tree) -> list[PlacedImage]:
-    """Every image of the trie once: those that a row does not share with the one before it."""
+    """Every embedding of the trie once: those that a row does not share with the one before it.
+
+    Rows may part inside an image, where other experts saw its tokens.
+    """
     images: list[PlacedImage] = []
     for number, shared in zip(*tree.trie, strict=True):
         media = rows[number].media
         if media is None:
             continue
         for occurrence, tensors in zip(media.occurrences, media.tensors, strict=True):
-            if occurrence.offset >= shared:
-                positions = tree.paths[number][embedded_positions(occurrence)]
-                images.append((occurrence, tensors, positions.astype(np.int64)))
+            if occurrence.end > shared:
+                tokens = embedded_positions(occurrence)
+                places = np.where(tokens < shared, -1, tree.paths[number][tokens])
+                images.append((occurrence, tensors, places))
     return images
 
 
