@@ -38,6 +38,10 @@ _ANY_TRANSPORT = (httpx.TransportError,)
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 """Transport errors after which the server certainly has not seen the request."""
 
+IDLE_S = 2.0
+"""Seconds after which an idle connection is not used again. vLLM closes its end after 5: a request
+that meets the close is lost, and may not be sent twice."""
+
 CLOSE_MARGIN_S = 60.0
 """Seconds that sealing an attempt may take after its wait for admitted calls."""
 
@@ -86,7 +90,9 @@ class ControlClient:
             # vLLM's own --api-key guards everything below /v1, these routes included.
             headers={"Authorization": f"Bearer {api_key or token}", CONTROL_TOKEN_HEADER: token},
             timeout=httpx.Timeout(timeout_s, connect=10.0),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_S
+            ),
         )
 
     async def __aenter__(self) -> "ControlClient":

@@ -26,6 +26,7 @@ from forest_schema.control import OpenAttempt
 
 from megatron_forest_trainer.controller.book import Book
 from megatron_forest_trainer.controller.client import (
+    IDLE_S,
     ControlClient,
     ControlError,
     TransportFailure,
@@ -234,7 +235,9 @@ class GroupRunner:
             api_key=settings.api_key,
             max_retries=0,
             timeout=openai.Timeout(settings.rollout_timeout_s, connect=30.0),
-            http_client=openai.DefaultAsyncHttpxClient(verify=_tls_context()),
+            http_client=openai.DefaultAsyncHttpxClient(
+                verify=_tls_context(), limits=httpx.Limits(keepalive_expiry=IDLE_S)
+            ),
         ) as client:
             deadline = asyncio.timeout(settings.rollout_timeout_s)
             try:
