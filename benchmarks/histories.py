@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forest_schema.digests import delta_digest
-from forest_schema.items import normalize_chat
+from forest_schema.items import SourceHistory, normalize_chat
 from forest_schema.records import CallRecord, SamplingRecord, TensorRef
 from vllm_forest_renderer.capture.generation import Generation
 from vllm_forest_renderer.capture.prefixes import PrefixCache
@@ -87,13 +87,13 @@ class Captured:
     tokens: list[int]
     """The captured history."""
 
-    def call(self) -> Call:
-        """The next request as the routes hand it to the renderer."""
+    def call(self, history: SourceHistory) -> Call:
+        """The next request, read as `history`, as the routes hand it to the renderer."""
         return Call(
             attempt_id="att",
             api="chat",
             model=MODEL,
-            history=normalize_chat(self.messages),
+            history=history,
             calls=self.records,
             resolver=SourceHistoryResolver(),
             history_tokens=self.prefixes.history,
