@@ -235,7 +235,7 @@ def test_malformed_and_forgotten_routes_are_told():
         "too few": "layer 1: routes [5, 2] for 6 tokens with 2 experts each",
         "absent": "layer 1: a forward pass without routes; with policy.router_replay.enabled the "
         "model runs inside the learner's passes only",
-        "unused": "routes of 2 microbatches and layers were not used",
+        "unused": "routes for 2 runs of a layer were not used",
         "fused": "policy.router_replay.enabled is true, but the loaded model has "
         "moe_router_fusion True; replay needs False",
     }

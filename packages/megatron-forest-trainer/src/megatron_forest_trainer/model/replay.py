@@ -115,13 +115,13 @@ class RoutingReplay:
         yield
         left = self._clear()
         if left:
-            raise RuntimeError(f"routes of {left} microbatches and layers were not used")
+            raise RuntimeError(f"routes for {left} runs of a layer were not used")
 
     def _clear(self) -> int:
         return sum(layer.clear() for _, layer in self._layers)
 
     def load(self, routes: torch.Tensor) -> None:
-        """Routes of the next microbatch, `[b, s, layers, k]`, all -1 where a token has none.
+        """Routes of the next microbatch, int32 `[b, s, layers, k]`, all -1 for a token without.
 
         Raises `ValueError` for a row that names an expert twice, an expert that does not exist, or
         only some experts.
@@ -132,10 +132,10 @@ class RoutingReplay:
             rank = parallel_state.get_tensor_model_parallel_rank()
             ranks = parallel_state.get_tensor_model_parallel_world_size()
             routes = routes.chunk(ranks)[rank]
-        routes = routes.flatten(0, 1).long()
+        routes = routes.flatten(0, 1)
         self._check(routes)
         for number, layer in self._layers:
-            layer.push(routes[:, number])
+            layer.push(routes[:, number].long())
 
     def _check(self, routes: torch.Tensor) -> None:
         missing = (routes == MISSING).all(dim=-1)
