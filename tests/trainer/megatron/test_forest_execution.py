@@ -237,6 +237,16 @@ def test_layout_matches_the_rows_and_the_per_call_oracle(untied, oracles, layout
             assert_matches_oracle(found, oracles[number // 3], plan)
 
 
+def test_bfloat16_trains_close_to_float32(untied, oracles):
+    step = make_step(cases()[0], advantages_of(cases()[0]), forest_shape())
+    config = make_config(**TREES, **STILL, policy__precision="bfloat16")
+    (found,) = run_ranks(run_steps, config, untied, [step])
+    _, (loss, tokens, _), gradients = found[0]
+    assert loss == pytest.approx(oracles[0].loss, abs=0.02)
+    assert tokens == oracles[0].tokens
+    assert_gradients(gradients, oracles[0].gradients, 0.05)
+
+
 def projected_positions(config, hf_dir, step):
     """Positions that the output layer projected in one log-probability pass."""
     measured = Measured(config, hf_dir)

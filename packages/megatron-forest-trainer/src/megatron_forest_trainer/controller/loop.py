@@ -183,7 +183,8 @@ def _tell(record: StepRecord, last: int) -> None:
         return "-" if value is None else format(value, form)
 
     logger.info(
-        "step %s/%d: reward %s, rollouts %s, rows %s (+%s padding), dropped groups %s, "
+        "step %s/%d: reward %s, rollouts %s, rows %s (+%s padding), "
+        "%s of %s row tokens run, dropped groups %s, "
         "gen KL error %s, TMPE %s, grad norm %s, %s tokens/s",
         record["step"],
         last,
@@ -191,6 +192,8 @@ def _tell(record: StepRecord, last: int) -> None:
         number("logical_rollouts", ".0f"),
         number("valid_rows", ".0f"),
         number("padding_rows", ".0f"),
+        number("executed_tokens", ".0f"),
+        number("row_tokens", ".0f"),
         number("dropped_prompt_groups", ".0f"),
         number("gen_kl_error", ".2e"),
         number("token_mult_prob_error", ".5f"),

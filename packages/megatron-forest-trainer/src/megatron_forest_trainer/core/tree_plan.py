@@ -37,6 +37,11 @@ class RowSizes:
         """Tokens of rows `[start, stop)` run together."""
         return self._added[stop] - self._added[start] + self.shared[start]
 
+    def together(self, places: Sequence[int]) -> int:
+        """Tokens of the rows at the ascending `places` run together, gaps between them or not."""
+        shared = (min(self.shared[a + 1 : b + 1]) for a, b in pairwise(places))
+        return sum(self.lengths[place] for place in places) - sum(shared)
+
 
 def plan_bins(
     lengths: Sequence[int], shared: Sequence[int], budget: int, *, ranks: int
@@ -65,13 +70,14 @@ def plan_bins(
             total = cutting.total
     bins = [
         [
-            tuple(place for i in sorted(members) for place in range(*best.pieces[mine[i]]))
+            tuple(sorted(place for i in members for place in range(*best.pieces[mine[i]])))
             for members in pack([best.tokens[i] for i in mine], budget)
         ]
         for mine in best.own
     ]
+    total = sum(rows.together(members) for mine in bins for members in mine)
     most = max(len(mine) for mine in bins)
-    return tuple(tuple(mine) + ((),) * (most - len(mine)) for mine in bins), best.total
+    return tuple(tuple(mine) + ((),) * (most - len(mine)) for mine in bins), total
 
 
 class _Cutting:
