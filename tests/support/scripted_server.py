@@ -50,7 +50,6 @@ class ScriptedEngine:
             tokenizer_digest=self.digests.tokenizer,
             template_digest=self.digests.template,
             processor_digest=self.digests.processor,
-            vocab_size=self.vocab,
             max_model_len=self.max_model_len,
             logprobs_mode="processed_logprobs",
             weight_version=self.weight_version,

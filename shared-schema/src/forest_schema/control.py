@@ -57,7 +57,6 @@ class Handshake(msgspec.Struct, frozen=True, kw_only=True):
     template_digest: str
     processor_digest: str | None = None
     """None for a text model."""
-    vocab_size: int
     max_model_len: int
     logprobs_mode: str
     weight_version: str

@@ -49,7 +49,6 @@ class Engine:
             model_digest="",
             tokenizer_digest="",
             template_digest="",
-            vocab_size=1,
             max_model_len=1,
             logprobs_mode="processed_logprobs",
             weight_version=self.state.weight_version,

@@ -50,6 +50,14 @@ async def test_another_ledger_is_refused_by_name(tmp_path, name, value, named):
         await Capture.open(tmp_path)
 
 
+@pytest.mark.requirement("C20")
+async def test_a_ledger_without_a_column_is_refused_by_name(tmp_path):
+    await (await Capture.open(tmp_path)).shutdown()
+    _run_sql(tmp_path, ("ALTER TABLE attempts DROP COLUMN successor",))
+    with pytest.raises(SchemaError, match=r"attempts\.successor.*state_dir"):
+        await Capture.open(tmp_path)
+
+
 async def test_a_file_of_another_program_is_refused(tmp_path):
     _run_sql(tmp_path, ("CREATE TABLE other (x)",))
     with pytest.raises(SchemaError, match="not a capture ledger"):

@@ -16,7 +16,6 @@ HANDSHAKE = Handshake(
     model_digest="m",
     tokenizer_digest="t",
     template_digest="c",
-    vocab_size=100,
     max_model_len=4096,
     logprobs_mode="processed_logprobs",
     weight_version="step-0",

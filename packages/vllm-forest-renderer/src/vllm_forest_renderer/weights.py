@@ -146,7 +146,6 @@ class EngineControl:
             tokenizer_digest=digests.tokenizer,
             template_digest=digests.template,
             processor_digest=digests.processor,
-            vocab_size=model_config.get_vocab_size(),
             max_model_len=model_config.max_model_len,
             logprobs_mode=model_config.logprobs_mode,
             weight_version=await self.weight_version(),

@@ -6,6 +6,7 @@ survives a power cut. Another version is refused by name, nothing is migrated.
 """
 
 import contextlib
+import functools
 import json
 import os
 import sqlite3
@@ -174,10 +175,33 @@ def _connect(path: Path, *, timeout_s: float) -> sqlite3.Connection:
     return sqlite3.connect(path, timeout=timeout_s, isolation_level=None, check_same_thread=False)
 
 
-def _create(connection: sqlite3.Connection, store_id: str) -> None:
+def _create_tables(connection: sqlite3.Connection) -> None:
+    # Not `executescript`, which would commit what came before.
     for statement in _SCHEMA.split(";"):
         if statement.strip():
             connection.execute(statement)
+
+
+def _columns(connection: sqlite3.Connection) -> set[str]:
+    """`TABLE.COLUMN` of every column."""
+    return {
+        f"{table}.{column}"
+        for table, column in connection.execute(
+            "SELECT m.name, c.name FROM sqlite_schema m, pragma_table_info(m.name) c "
+            "WHERE m.type = 'table'"
+        )
+    }
+
+
+@functools.cache
+def _expected_columns() -> set[str]:
+    with contextlib.closing(_connect(Path(":memory:"), timeout_s=0)) as fresh:
+        _create_tables(fresh)
+        return _columns(fresh)
+
+
+def _create(connection: sqlite3.Connection, store_id: str) -> None:
+    _create_tables(connection)
     connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
     connection.executemany(
         "INSERT INTO meta VALUES (?, ?)",
@@ -207,6 +231,12 @@ def _check(connection: sqlite3.Connection, path: Path, store_id: str) -> None:
             f"{what}: schema version {schema} without the feature(s) {', '.join(missing)}; "
             "ledgers that persisted ReplayContext.items are not read. Start with an empty store "
             "directory."
+        )
+    if absent := sorted(_expected_columns() - _columns(connection)):
+        raise SchemaError(
+            f"{what}: made by a development version, without {', '.join(absent)}. Set state_dir to "
+            "an empty directory; what was captured here stays readable in its store by the "
+            "version that wrote it."
         )
     if meta.get("store") != store_id:
         raise SchemaError(
