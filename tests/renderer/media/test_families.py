@@ -1,9 +1,12 @@
 """The built-in remappers on the processors that they are registered for, as vLLM runs them."""
 
 import asyncio
-import importlib
+import importlib.util
+import json
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm_forest_renderer import compat, plugin
 from vllm_forest_renderer.qualify.images import image_rules, judge_images
@@ -60,4 +63,51 @@ def test_the_geometry_is_the_processors(family):
     assert (found.grid, found.height, found.width) == ((1, 4, 6), 2 * side, 3 * side)
     assert (found.length, found.embed_count) == (6, 6)
     assert item.arrays["pixel_values"].shape == (24, 3 * 2 * patch * patch)
-    assert found.normalization is not None
+    # Where vLLM leaves the normalisation to the engine, the patches are raw.
+    raw = item.arrays["pixel_values"].dtype == np.uint8
+    assert raw == (found.normalization is not None)
+
+
+def model_config(directory: Any, image_processor: dict[str, Any]) -> Any:
+    """What the normalisation is read from, of vLLM's `ModelConfig`."""
+    return SimpleNamespace(
+        model=str(directory), revision=None, hf_image_processor_config=image_processor,
+        multimodal_config=SimpleNamespace(mm_device_do_normalize=True),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ((0.5,) * 3, (0.25,) * 3, 1 / 255)),
+        ({"rescale_factor": 0.5}, ((0.5,) * 3, (0.25,) * 3, 0.5)),
+        ({"do_rescale": False}, ((0.5,) * 3, (0.25,) * 3, 1.0)),
+        ({"do_normalize": False}, ((0.0,) * 3, (1.0,) * 3, 1 / 255)),
+    ],
+)
+@pytest.mark.parametrize("named", [True, False])
+def test_the_normalisation_is_what_the_processors_configuration_says(
+    tmp_path, changes, expected, named
+):
+    """vLLM's own reading of the configuration is the oracle, where this version has it."""
+    config = {"image_mean": [0.5] * 3, "image_std": [0.25] * 3, **changes}
+    if named:
+        config["processor_class"] = "Qwen2VLProcessor"
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
+    model = model_config(tmp_path, {} if named else config)
+    found = compat.pixel_normalization(model)
+    assert found is not None
+    assert (found["mean"], found["std"], found["rescale_factor"]) == expected
+    name = "vllm.model_executor.layers.fusion.mm_input_norm"
+    if importlib.util.find_spec(name) is not None:
+        theirs = importlib.import_module(name)._load_norm_params(model)
+        assert (tuple(theirs.image_mean), tuple(theirs.image_std)) == expected[:2]
+        assert theirs.rescale_factor == expected[2]
+
+
+def test_a_configuration_that_does_not_say_how_pixels_are_normalised(tmp_path):
+    model = model_config(tmp_path, {"patch_size": 14})
+    with pytest.raises(ValueError, match="--no-mm-device-do-normalize"):
+        compat.pixel_normalization(model)
+    model.multimodal_config.mm_device_do_normalize = False
+    assert compat.pixel_normalization(model) is None

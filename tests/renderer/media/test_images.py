@@ -214,7 +214,7 @@ def test_images_through_responses(episode):
         "role": "user",
         "content": [
             {"type": "input_text", "text": "Look:"},
-            {"type": "input_image", "image_url": data_url(1)},
+            {"type": "input_image", "image_url": data_url(1), "detail": "auto"},
         ],
     }
 
@@ -229,7 +229,8 @@ def test_images_through_responses(episode):
         return answer, episode.record(answer.id)
 
     answer, one = call([first], "Noise")
-    second = {"role": "user", "content": [{"type": "input_image", "image_url": data_url(2, 84)}]}
+    more = {"type": "input_image", "image_url": data_url(2, 84), "detail": "auto"}
+    second = {"role": "user", "content": [more]}
     _, two = call([first, *(item.to_dict() for item in answer.output), second], "More noise")
     assert two.parent_call_id == one.call_id
     check_spans(episode, [one, two])

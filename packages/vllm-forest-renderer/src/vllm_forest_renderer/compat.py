@@ -272,15 +272,29 @@ def inexact_reload(model_config: Any) -> str | None:
 def pixel_normalization(model_config: Any) -> dict[str, Any] | None:
     """`mean`, `std` and `rescale_factor` that the engine's vision tower applies to raw pixels;
     None where the processor normalises them.
+
+    From the processor's configuration, as vLLM reads it. Raises `ValueError` where that does not
+    say it.
     """
     if not getattr(model_config.multimodal_config, "mm_device_do_normalize", False):
         return None
-    module = importlib.import_module("vllm.model_executor.layers.fusion.mm_input_norm")
-    found = module._load_norm_params(model_config)
+    reader = importlib.import_module("vllm.transformers_utils.processor").get_processor_config
+    config = reader(model_config.model, revision=model_config.revision)
+    config = config.get("image_processor", config)
+    if not {"do_normalize", "do_rescale", "image_mean", "image_std"} & config.keys():
+        config = model_config.hf_image_processor_config
+    mean, std = config.get("image_mean"), config.get("image_std")
+    if not mean or not std:
+        raise ValueError(
+            "preprocessor_config.json has no image_mean and image_std, which say how the engine "
+            "normalises pixels; start the server with --no-mm-device-do-normalize"
+        )
+    normalizes = config.get("do_normalize", True)
+    rescales = config.get("do_rescale", True)
     return {
-        "mean": tuple(found.image_mean),
-        "std": tuple(found.image_std),
-        "rescale_factor": found.rescale_factor,
+        "mean": tuple(map(float, mean)) if normalizes else (0.0,) * len(mean),
+        "std": tuple(map(float, std)) if normalizes else (1.0,) * len(std),
+        "rescale_factor": float(config.get("rescale_factor", 1 / 255)) if rescales else 1.0,
     }
 
 

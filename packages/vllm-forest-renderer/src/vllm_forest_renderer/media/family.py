@@ -30,7 +30,12 @@ def media_family(processor: Any, model_config: Any) -> MediaFamily:
         ) from error
     if not isinstance(remapper, MediaRemapper):
         raise TypeError(f"media remapper {name!r} lacks a method; see MediaRemapper")
-    normalization = compat.pixel_normalization(model_config)
+    try:
+        normalization = compat.pixel_normalization(model_config)
+    except ValueError as error:
+        raise ForestError(
+            Reason.UNSUPPORTED_ITEM, f"messages: {error}", param="messages"
+        ) from error
     return MediaFamily(
         processor=processor,
         remapper=remapper,
