@@ -7,7 +7,6 @@ for the same prompt and must give the same ids.
 """
 
 import asyncio
-import copy
 import importlib
 import json
 import time
@@ -20,7 +19,7 @@ from typing import Any
 import pytest
 from forest_schema.items import normalize_chat
 from vllm_forest_renderer import compat
-from vllm_forest_renderer.context import CURRENT, Call
+from vllm_forest_renderer.context import CURRENT
 from vllm_forest_renderer.plugin import wrap_renderers
 from vllm_forest_renderer.render_options import render_option_digest
 from vllm_forest_renderer.renderer import ForestRenderer
@@ -268,25 +267,23 @@ def test_render(
         {**message, "reasoning_content": message.get("reasoning")} for message in talk.messages
     ]
     answers: dict[str, list[int]] = {}
+    body = json.dumps(talk.messages)
 
-    async def render(call: Call | None) -> float:
-        known = KnownHistories()
-        known.normalize("att", copy.deepcopy(talk.messages[:-2]))
-        messages = copy.deepcopy(talk.messages)  # vLLM decodes tool arguments in place
+    async def render(known: KnownHistories | None) -> float:
+        messages = json.loads(body)  # vLLM decodes tool arguments in place
         start = time.perf_counter()
-        if call is not None:
-            call.history = known.normalize("att", messages)
+        call = talk.call(known.normalize("att", messages)) if known is not None else None
         CURRENT.set(call)
         _, (prompt,) = await renderer.render_chat_async([messages], params)
         spent = time.perf_counter() - start
+        assert call is None or call.predecessor is not None
         answers["stock" if call is None else "ours"] = prompt["prompt_token_ids"]
         return spent
 
     def continuation() -> float:
-        call = talk.call(normalize_chat(talk.messages))
-        spent = loop.run_until_complete(render(call))
-        assert call.predecessor is not None
-        return spent
+        known = KnownHistories()
+        known.normalize("att", json.loads(body)[:-2])  # the request of the captured call
+        return loop.run_until_complete(render(known))
 
     def transformers() -> None:
         answers["transformers"] = tokenizer.apply_chat_template(shown, **TEMPLATE_OPTIONS)[
