@@ -102,6 +102,7 @@ def test_another_tokenizer_is_refused_before_the_first_rollout(
         ("logger.wandb_enabled=true", "logger.wandb_enabled: the package wandb is not installed"),
         ("server.url=http://127.0.0.1:9", "GET /handshake at http://127.0.0.1:9"),
         ("policy.device=cuda", "set policy.device: cpu"),
+        ("policy.router_replay.enabled=true", "routes; .*--enable-return-routed-experts"),
         ("harness.target=simple_agent_with_compaction", r"harness\.options: .*environment"),
         ("policy.megatron_cfg.tensor_model_parallel_size=2", "1 ranks are not a multiple"),
     ],
