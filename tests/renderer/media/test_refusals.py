@@ -119,6 +119,22 @@ def test_literal_placeholder_text_is_refused_with_the_counts(episode, continued)
     assert "2 placeholders (<|image_pad|>) are rendered for 1 media parts" in message
 
 
+@pytest.mark.requirement("XM5")
+@pytest.mark.parametrize("continued", [False, True])
+def test_literal_placeholder_text_is_refused_without_an_image_too(episode, continued):
+    """The engine would read it as text; to a trainer it is an image without pixels."""
+    history: list[Any] = []
+    if continued:
+        first = user(text("Look"))
+        answer, _ = episode.chat([first], script(episode))
+        history = [first, answer]
+    messages = [*history, user(text("What does <|image_pad|> mean?"))]
+    reason, message = refused(episode, messages)
+    assert measured(episode, messages) == (400, reason)
+    assert reason == Reason.MEDIA_MISMATCH
+    assert "1 placeholders (<|image_pad|>) are rendered for 0 media parts" in message
+
+
 @pytest.mark.requirement("XM8")
 def test_video_is_refused_with_its_reason(episode):
     video = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}

@@ -8,9 +8,9 @@ the renderer renders it: a root, with the reason.
 
 import asyncio
 import dataclasses
+import functools
 import importlib
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from forest_schema.reasons import Reason
@@ -110,8 +110,7 @@ class ForestRenderer:
             except NotProvable as error:
                 call.root_reason = error.reason
         converted, prompt = await render(messages, params)
-        if media := call.history.media():
-            self._forest_check_placeholders(prompt.get("prompt"), len(media))
+        self._forest_check_placeholders(prompt.get("prompt"), len(call.history.media()))
         return converted, prompt
 
     async def _forest_continue(
@@ -134,11 +133,11 @@ class ForestRenderer:
         call.predecessor = Predecessor(parent, candidate.used_null_empty_equivalence)
         captured = captured_media(parent, call.calls)
         sent, inherited = call.history.media(), call.history.media(candidate.item_count)
+        check_count(len(inherited), captured)
+        self._forest_check_placeholders(tail.text, len(sent) - len(inherited))
         if not sent and not captured:
             call.tail_tokens, call.prompt_tokens = tail_tokens, tokens + tail_tokens
             return compat.TokensPrompt(prompt_token_ids=call.prompt_tokens)
-        check_count(len(inherited), captured)
-        self._forest_check_placeholders(tail.text, len(sent) - len(inherited))
         call.retained, call.inherited_tokens = captured, tokens
         stand_ins = self.forest_media().stand_ins([old.occurrence.modality for old in captured])
         return compat.TokensPrompt(prompt_token_ids=stand_ins + tail_tokens, **rendering.media)
@@ -174,7 +173,20 @@ class ForestRenderer:
             self._media = media_family(renderer.get_mm_processor(), renderer.model_config)
         return self._media
 
+    @functools.cached_property
+    def _forest_takes_media(self) -> bool:
+        try:
+            self.forest_media()
+        except ForestError:
+            return False
+        return True
+
     def _forest_check_placeholders(self, text: Any, count: int) -> None:
+        """Refuse literal placeholders, whether or not there are media: a trainer could not tell
+        them from an image without pixels. Raises `ForestError`.
+        """
+        if not count and not (isinstance(text, str) and self._forest_takes_media):
+            return
         if not isinstance(text, str):
             raise ForestError(
                 Reason.UNSUPPORTED_ITEM,
@@ -192,7 +204,7 @@ class ForestRenderer:
             self._prover = TailProver(
                 added_tokens=tokenizer.get_added_vocab(),
                 end_ids=end_ids,
-                decode=partial(tokenizer.decode, skip_special_tokens=False),
+                decode=functools.partial(tokenizer.decode, skip_special_tokens=False),
             )
         return self._prover
 
