@@ -23,7 +23,6 @@ from megatron_forest_trainer.testing import cpu
 
 from benchmarks.conftest import Report, timed
 from benchmarks.figures import Goal
-from tests.support.transformers_cpu import import_transformers
 from tests.trainer.megatron import support
 
 SECTION = "Forest in one pass"
@@ -47,7 +46,8 @@ def rounds(quick: bool) -> int:
 
 def checkpoint(directory: Path, hidden: int) -> Path:
     """A random two-layer Qwen3 of the given width."""
-    transformers = import_transformers()
+    import transformers
+
     config = transformers.Qwen3Config(
         vocab_size=2048,
         hidden_size=hidden,

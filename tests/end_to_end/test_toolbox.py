@@ -14,8 +14,6 @@ from toolbox.make_model import make_tokenizer, pretrain
 from toolbox.task import TOOLS, BoxTask, tasks
 from toolbox.transcripts import Habits, Step, episode
 
-from tests.support.transformers_cpu import import_transformers
-
 GOOD = Habits(**dict.fromkeys(Habits.__dataclass_fields__, 0.0))
 
 
@@ -31,7 +29,6 @@ def tokenizer() -> Any:
 
 @cache
 def parser() -> Any:
-    import_transformers()
     from vllm.parser.parser_manager import ParserManager
 
     return ParserManager.get_parser("hermes", "qwen3", True, tokenizer=tokenizer())
@@ -129,9 +126,11 @@ def test_making_the_model_again_gives_the_same_files(tmp_path: Path) -> None:
 
 
 def test_the_checkpoint_is_a_qwen3_of_hugging_face(tmp_path: Path) -> None:
+    from transformers import Qwen3ForCausalLM
+
     model, _ = pretrain(tokenizer(), steps=2)
     model.save(tmp_path, 1, 0)
-    loaded = import_transformers().Qwen3ForCausalLM.from_pretrained(
+    loaded = Qwen3ForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, attn_implementation="eager"
     )
     tokens = torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(0))

@@ -7,10 +7,7 @@ import pytest
 from vllm_forest_renderer.qualify.command import main
 
 from tests.support.templates import CHATML, DOUBLING, PLAIN
-from tests.support.transformers_cpu import import_transformers
 from tests.support.vision import PICTURES
-
-import_transformers()
 
 
 def outcomes(capsysbinary: pytest.CaptureFixture[bytes]) -> dict[str, str]:

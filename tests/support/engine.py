@@ -18,8 +18,6 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
-from tests.support.transformers_cpu import import_transformers
-
 CONTROL_TOKEN = "test-control-token-0123456789"
 PLUGINS = "forest_renderer,forest_endpoints"
 
@@ -87,7 +85,6 @@ def returns_routes_on_cpu() -> bool:
 
 def import_vllm() -> None:
     """Import what servers need, once, before anything is forked."""
-    import_transformers()
     import uvicorn  # noqa: F401
     import vllm.entrypoints.launchers.api_server.app_state
     import vllm.entrypoints.launchers.app

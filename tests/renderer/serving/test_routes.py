@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from tests.support.engine import EngineServer, returns_routes_on_cpu
 from tests.support.episodes import END, Episode
 from tests.support.models import make_qwen3_model, qwen3_moe_config
-from tests.support.transformers_cpu import import_transformers
 
 pytestmark = [
     pytest.mark.smoke,
@@ -62,8 +61,8 @@ def moe(moe_server: EngineServer, tokenizer: Any, moe_prompts_file: Path) -> Epi
 @pytest.fixture(scope="module")
 def oracle(moe_dir: Path) -> Any:
     """Tokens -> the experts of each token and layer, `[tokens, layers, top_k]`, sorted."""
-    transformers = import_transformers()
     import torch
+    import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(moe_dir, dtype=torch.float32)
 

@@ -20,7 +20,6 @@ from forest_schema.media import (
 from forest_schema.version import features_of
 from numpy.typing import NDArray
 
-from tests.support.transformers_cpu import import_transformers
 from tests.trainer.megatron.support import VOCAB, Oracle, Rollout, oracle_of
 
 IMAGE, VISION_START, VISION_END = 57, 59, 60
@@ -35,7 +34,8 @@ CLIP = PixelNormalization(
 
 def tiny_vision_checkpoint(directory: Path, *, tied: bool = False) -> Path:
     """A random Qwen2.5-VL: two decoder and two tower layers, saved as transformers saves it."""
-    transformers = import_transformers()
+    import transformers
+
     config = transformers.Qwen2_5_VLConfig(
         text_config={
             "vocab_size": VOCAB,
@@ -223,7 +223,8 @@ def vision_oracle(
     hf_dir: Path, made: Sequence[Rollout], advantages: Mapping[str, float], **settings: Any
 ) -> Oracle:
     """Hugging Face's own model, one forward pass per call on its whole context and its images."""
-    transformers = import_transformers()
+    import transformers
+
     model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
         hf_dir, attn_implementation="eager"
     ).float()

@@ -6,8 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_forest_trainer.core.rope import rope_positions
 
-from tests.support.transformers_cpu import import_transformers
-
 PARTS = st.lists(
     st.one_of(st.integers(1, 9), st.tuples(st.just(1), st.integers(1, 6), st.integers(1, 6))),
     max_size=7,
@@ -17,7 +15,8 @@ PARTS = st.lists(
 
 @pytest.fixture(scope="module")
 def get_rope_index():
-    transformers = import_transformers()
+    import transformers
+
     config = transformers.Qwen2_5_VLConfig(
         text_config={"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1,
                      "num_attention_heads": 1, "num_key_value_heads": 1},

@@ -34,14 +34,13 @@ from megatron_forest_trainer.core.plan import (
 from megatron_forest_trainer.core.tree import shared_prefixes
 from numpy.typing import NDArray
 
-from tests.support.transformers_cpu import import_transformers
-
 VOCAB = 61
 
 
 def tiny_checkpoint(directory: Path, *, tied: bool = False, vocab: int = VOCAB) -> Path:
     """A random two-layer Qwen3 with grouped queries, saved as transformers saves it."""
-    transformers = import_transformers()
+    import transformers
+
     config = transformers.Qwen3Config(
         vocab_size=vocab,
         hidden_size=32,
@@ -73,7 +72,8 @@ def _save_random(model: Any, directory: Path) -> Path:
 
 def tiny_mixture(directory: Path) -> Path:
     """A random two-layer Qwen3 mixture of four experts, saved as transformers saves it."""
-    transformers = import_transformers()
+    import transformers
+
     config = transformers.Qwen3MoeConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -356,11 +356,9 @@ def per_call_oracle(
     clip: tuple[float, float] = (0.2, 0.2),
 ) -> Oracle:
     """Hugging Face's own model, one forward pass per call, the loss written out per token."""
-    model = (
-        import_transformers()
-        .AutoModelForCausalLM.from_pretrained(hf_dir, attn_implementation="eager")
-        .float()
-    )
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(hf_dir, attn_implementation="eager").float()
     return oracle_of(
         model,
         lambda ids: model(ids[None]).logits[0],

@@ -16,7 +16,6 @@ from megatron_forest_trainer.model.hf_config import (
 from safetensors.torch import load_file, save_file
 
 from tests.support.distributed import run_ranks
-from tests.support.transformers_cpu import import_transformers
 from tests.trainer.megatron.support import VOCAB, make_config
 
 CFG = "policy__megatron_cfg__"
@@ -77,7 +76,9 @@ def assert_agrees_and_exports(source, target, ranks, overrides):
     assert copied <= {path.name for path in target.iterdir()}
     assert not list(target.parent.glob(".*.partial"))
 
-    model = import_transformers().AutoModelForCausalLM.from_pretrained(target).float()
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target).float()
     with torch.no_grad():
         expected = model(tokens()).logits.numpy()
     for logits in results:

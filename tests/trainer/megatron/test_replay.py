@@ -10,7 +10,6 @@ from forest_schema.routes import ROUTES
 from megatron_forest_trainer.core.plan import FixedShape, ForestShape
 
 from tests.support.distributed import run_ranks
-from tests.support.transformers_cpu import import_transformers
 from tests.trainer.megatron.routing import (
     EXPERTS,
     LAYERS,
@@ -64,8 +63,9 @@ def routed_rollouts() -> list[Rollout]:
 
 
 def load_mixture(directory, dtype=torch.float32) -> Any:
-    auto = import_transformers().AutoModelForCausalLM
-    return auto.from_pretrained(directory, attn_implementation="eager").to(dtype)
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").to(dtype)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from megatron_forest_trainer.loss import vocab_parallel
 from megatron_forest_trainer.loss.vocab_parallel import edge_logprobs
 
 from tests.support.distributed import run_ranks
-from tests.support.transformers_cpu import import_transformers
 
 EDGES, VOCAB = 12, 37
 
@@ -79,7 +78,6 @@ def test_equals_the_sampled_distribution_written_out(seed):
 
 @pytest.mark.requirement("XL12", "C22")
 def test_keeps_the_tokens_that_vllm_keeps():
-    import_transformers()
     sampler = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler")
     for seed in range(40):
         values = inputs(seed, distinct=seed % 2 == 0)
