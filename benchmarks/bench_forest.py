@@ -41,7 +41,7 @@ FOREST = ForestShape(data_parallel=1, max_tokens=BIN, across_rollouts=True)
 
 @pytest.fixture(scope="session")
 def rounds(quick: bool) -> int:
-    return 1 if quick else 4
+    return 1 if quick else 3
 
 
 def checkpoint(directory: Path, hidden: int) -> Path:

@@ -27,7 +27,7 @@ from tests.support.episodes import TOOLS
 from tests.support.models import CACHE, load_qwen3_tokenizer, make_qwen3_model
 
 TURNS = 20
-CONVERSATIONS = {1: 3, 8: 1, 32: 1}
+CONVERSATIONS = {1: 2, 8: 1, 32: 1}
 """Concurrent conversations -> how often they are held."""
 OBSERVATION = 100
 """Tokens of a tool's output."""

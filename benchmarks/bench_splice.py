@@ -91,7 +91,7 @@ def _case(talk: Captured, new: int) -> str:
 
 
 def _rounds(tokens: int, quick: bool) -> int:
-    return 2 if quick else 25 if tokens <= 16_000 else 11 if tokens <= 65_000 else 5
+    return 2 if quick else 25 if tokens <= 16_000 else 9 if tokens <= 65_000 else 4
 
 
 # Resolution and splice by themselves: CPU time without the template and without the tokenizer.
@@ -310,6 +310,7 @@ def test_render(
         peers=peers,
         limits={"copy of the ids": timed(lambda: list(talk.tokens))},
         rounds=_rounds(case[0], quick),
+        warmup=1,
         x=len(talk.tokens) if case[1:] == (270, CALLS) else None,
         x_label="tokens of history",
         headline="whole render step at 16k tokens" if case == (16_000, 270, CALLS) else "",

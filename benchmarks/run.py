@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -95,7 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     broken, files = [], []
     for script in benchmarks(options.names):
         print(f"== {script.stem}", flush=True)
+        start = time.monotonic()
         passed, kept = run_one(script, options.out, quick=options.quick)
+        print(f"== {script.stem} took {time.monotonic() - start:.0f} s", flush=True)
         if not passed:
             broken.append(script.stem)
         if kept.is_file() and kept.stat().st_size:
