@@ -1,0 +1,107 @@
+"""Normalisation of Chat messages and Responses items into source items (version 1).
+
+Guarantees: two histories get equal fingerprints exactly when they say the same thing to the
+model: item order, roles, content parts, image identities, reasoning, tool names and tool-argument
+*values* count; tool-call ids (renumbered by order, so that a call and its output stay paired),
+key order, white space and escapes inside tool arguments do not. Nothing unknown is collapsed:
+unknown item kinds and content parts are refused, unknown message fields enter the fingerprint.
+
+One item is one message, one tool output, or one assistant turn. In Responses inputs consecutive
+reasoning, assistant message and function-call items form one turn, as vLLM converts them. Reasoning
+is kept beside an item's fingerprint, because a client may send it back or leave it out.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from forest_schema.digests import source_digest
+from forest_schema.items.canonical import ItemError, image_identity, normalize_arguments
+from forest_schema.items.history import EMPTY_HISTORY, SourceHistory, SourceItem
+from forest_schema.items.readers import ChatReader, Reader, ResponsesReader, reader_of
+from forest_schema.reasons import Reason
+from forest_schema.records import OutputEvidence
+
+__all__ = [
+    "ItemError",
+    "SourceHistory",
+    "SourceItem",
+    "extend",
+    "generated_turn",
+    "image_identity",
+    "normalize_arguments",
+    "normalize_chat",
+    "normalize_responses",
+    "output_evidence",
+]
+
+
+def normalize_chat(messages: Sequence[Mapping[str, Any]]) -> SourceHistory:
+    """Source history of a Chat Completions `messages` list. Raises `ItemError`."""
+    reader = ChatReader()
+    return _chained(EMPTY_HISTORY, reader.read(messages), reader)
+
+
+def normalize_responses(
+    request_input: str | Sequence[Mapping[str, Any]], instructions: str | None = None
+) -> SourceHistory:
+    """Source history of a Responses `input` with its `instructions`. Raises `ItemError`."""
+    reader = ResponsesReader()
+    return _chained(EMPTY_HISTORY, reader.read(request_input, instructions), reader)
+
+
+def extend(
+    history: SourceHistory, output: Sequence[Mapping[str, Any]], *, api: str
+) -> SourceHistory:
+    """`history` with the generated turn `output` behind it, as the next request would show it.
+
+    `api` is `chat` (`output` holds one assistant message) or `responses` (`output` holds the
+    response's items). Only the new items are read.
+    """
+    reader = reader_of(api)
+    reader.numbers.update(history.call_numbers)
+    reader.count = history.call_count
+    return _chained(history, reader.read(output), reader)
+
+
+def _chained(
+    history: SourceHistory, items: Sequence[SourceItem], reader: "Reader"
+) -> SourceHistory:
+    strict, loose = [history.digests[-1]], [history.equivalence_digests[-1]]
+    for item in items:
+        digest = source_digest(strict[-1], item.fingerprint)
+        same = strict[-1] == loose[-1] and item.fingerprint == item.equivalence_fingerprint
+        loose.append(digest if same else source_digest(loose[-1], item.equivalence_fingerprint))
+        strict.append(digest)
+    return SourceHistory(
+        (*history.items, *items),
+        (*history.digests, *strict[1:]),
+        (*history.equivalence_digests, *loose[1:]),
+        reader.numbers,
+        reader.count,
+    )
+
+
+def generated_turn(output: Sequence[Mapping[str, Any]], *, api: str) -> SourceItem:
+    """One generation by itself, as the trainer recognises it in what a harness returns.
+
+    `output` is the one assistant message of a Chat choice, or the items of a Responses response.
+    Tool calls are numbered from 1 inside the turn, whatever came before it. Raises `ItemError`
+    for anything but one assistant turn.
+    """
+    items = reader_of(api).read(output)
+    if len(items) != 1 or items[0].role != "assistant":
+        raise ItemError(Reason.MALFORMED_REQUEST, "output", "must be one assistant turn")
+    return items[0]
+
+
+def output_evidence(
+    response_id: str, output: Sequence[Mapping[str, Any]], *, api: str
+) -> OutputEvidence:
+    """What a call record keeps to recognise its generation by (see `generated_turn`)."""
+    turn = generated_turn(output, api=api)
+    return OutputEvidence(
+        response_id=response_id,
+        item_ids=turn.native_ids,
+        fingerprint=turn.equivalence_fingerprint,
+        reasoning_fingerprint=turn.reasoning_fingerprint,
+    )
