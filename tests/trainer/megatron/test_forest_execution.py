@@ -371,3 +371,15 @@ def test_a_router_counts_every_token_of_the_forest_once(untied):
     assert any(members == () for rank in step.decoded.train for members in rank)
     counts = run_ranks(expert_load, make_config(**TREES), untied, step, ranks=2)[0]
     assert counts.sum(axis=1).tolist() == [step.decoded.executed_tokens * 2] * 2
+
+
+@pytest.mark.requirement("K12")
+@pytest.mark.parametrize("across", [True, False])
+def test_tokens_that_a_cut_repeats_are_counted_once(untied, across):
+    rollouts = [random_rollout("x", BRANCHES, seed=1), random_rollout("y", CHAIN, seed=2)]
+    longest = max(r.cum_len for rollout in rollouts for r in rollout.records)
+    step = make_step(rollouts, advantages_of(rollouts), forest_shape(across=across, tokens=longest))
+    unique = sum(record.delta_len for rollout in rollouts for record in rollout.records)
+    assert step.decoded.executed_tokens > unique
+    (counts,) = run_ranks(expert_load, make_config(**TREES), untied, step)
+    assert counts.sum(axis=1).tolist() == [unique * 2] * 2

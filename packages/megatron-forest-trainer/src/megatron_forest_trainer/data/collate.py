@@ -120,7 +120,9 @@ class Collator:
         if self.reads_images:
             images = [None if item.row is None else item.row.media for item in rows]
             media = media_batch(placed_images(images, layout), layout, self.device)
-        artificial = layout.scatter([_artificial(item) for item in rows], fill=True, dtype=np.bool_)
+        artificial = layout.scatter(
+            [artificial_tokens(item) for item in rows], fill=True, dtype=np.bool_
+        )
         edges = concatenate(
             [
                 row_edges(number, item, layout.row_index(number))
@@ -201,7 +203,8 @@ def row_routes(item: RowInput, shape: tuple[int, int]) -> NDArray[np.int32]:
     return item.row.routes_TLK
 
 
-def _artificial(item: RowInput) -> NDArray[np.bool_]:
+def artificial_tokens(item: RowInput) -> NDArray[np.bool_]:
+    """`[tokens]`, True where another row of the rollout owns the token, and in a padding row."""
     if item.row is None:
         return np.ones(1, np.bool_)
     mask_T = np.zeros(item.length, np.bool_)

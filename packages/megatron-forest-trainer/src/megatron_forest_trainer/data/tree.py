@@ -23,7 +23,13 @@ from megatron_forest_trainer.core.tree import (
     trie_order,
 )
 from megatron_forest_trainer.core.types import Row
-from megatron_forest_trainer.data.collate import Microbatch, RowInput, row_edges, row_routes
+from megatron_forest_trainer.data.collate import (
+    Microbatch,
+    RowInput,
+    artificial_tokens,
+    row_edges,
+    row_routes,
+)
 from megatron_forest_trainer.data.images import (
     PlacedImage,
     check_images,
@@ -83,8 +89,11 @@ class TreeCollator:
         media = None
         if self.reads_images:
             media = media_batch(_images(found, tree), layout, self.device)
-        # Every token that is there is real: none is borrowed.
-        padding = layout.scatter([np.zeros(tree.total, np.bool_)], True, np.bool_)
+        # A forest that is cut repeats tokens whose owners run in another bin.
+        artificial_T = np.ones(tree.total, np.bool_)
+        for item, path in zip(rows, tree.paths, strict=True):
+            artificial_T[path] &= artificial_tokens(item)
+        artificial = layout.scatter([artificial_T], True, np.bool_)
         edges = concatenate(
             [
                 row_edges(number, item, layout.row_index(0)[tree.paths[number]])
@@ -97,7 +106,7 @@ class TreeCollator:
             position_ids=torch.from_numpy(self._positions(found, tree, layout, depths)).to(
                 self.device
             ),
-            artificial=torch.from_numpy(padding).to(self.device),
+            artificial=torch.from_numpy(artificial).to(self.device),
             packed=self._params(tree, layout, depths[0]),
             edges=edges,
             rows=tuple(rows),
