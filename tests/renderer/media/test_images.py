@@ -236,6 +236,39 @@ def test_images_through_responses(episode):
     check_spans(episode, [one, two])
 
 
+@pytest.mark.requirement("A31", "B3")
+def test_a_tool_result_may_hold_an_image(episode):
+    first = {"role": "user", "content": "Take a picture."}
+    _, one = episode.chat([first], script(episode, "Taking it"))
+    call = {"id": "call_1", "type": "function", "function": {"name": "shoot", "arguments": "{}"}}
+    turn = {"role": "assistant", "content": "Taking it", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": [image(1), text("done")]}
+    answer, two = episode.chat([first, turn, result], script(episode, "Noise"))
+    # That turn was not generated here: a root, and the next call continues it.
+    assert two.root_reason == "no_match"
+    _, three = episode.chat([first, turn, result, answer, user(text("?"))], script(episode, "Yes"))
+    assert (three.parent_call_id, three.media) == (two.call_id, ())
+    check_spans(episode, [two, three])
+    assert one.media == ()
+
+
+def test_an_image_in_a_function_output_of_responses(episode):
+    call = {"type": "function_call", "call_id": "call_1", "name": "shoot", "arguments": "{}"}
+    output = [{"type": "input_image", "image_url": data_url(1), "detail": "auto"}]
+    source = [
+        {"role": "user", "content": "Take a picture."},
+        call,
+        {"type": "function_call_output", "call_id": "call_1", "output": output},
+    ]
+    forced = script(episode, "Noise")
+    answer = episode.client.responses.create(
+        model="tiny", input=source, max_output_tokens=len(forced),
+        extra_body={"vllm_xargs": {"force": forced}},
+    )  # fmt: skip
+    record = episode.record(answer.id)
+    assert len(record.media) == 1
+
+
 @pytest.mark.requirement("X18", "D1", "D4")
 def test_measure_counts_images_as_the_engine_does(episode):
     first = user(image(1), text("Look"), image(2, 140, 56))
