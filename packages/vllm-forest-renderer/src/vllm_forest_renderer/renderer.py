@@ -164,13 +164,14 @@ class ForestRenderer:
         """The model's processor with its remapper. Raises `ForestError`."""
         if self._media is None:
             renderer: Any = self
-            if not renderer.model_config.is_multimodal_model:
+            try:
+                processor = renderer.get_mm_processor()
+            except ValueError as error:
                 raise ForestError(
-                    Reason.UNSUPPORTED_ITEM,
-                    "messages: the served model takes text only",
+                    Reason.UNSUPPORTED_ITEM, "messages: this server takes text only",
                     param="messages",
-                )
-            self._media = media_family(renderer.get_mm_processor(), renderer.model_config)
+                ) from error  # fmt: skip
+            self._media = media_family(processor, renderer.model_config)
         return self._media
 
     @functools.cached_property

@@ -46,24 +46,28 @@ class MediaCache:
         found: dict[str, Tensors] = {}
         for old in captured:
             blob = old.occurrence.blob
-            held = found.get(blob) or self._tensors.get(blob)
-            if held is None:
-                try:
-                    delta = await self._sink.get(old.record.delta)
-                    for occurrence in old.record.media:
-                        tensors = occurrence_tensors(occurrence, delta)
-                        found[occurrence.blob] = tensors
-                        self.put(occurrence.blob, tensors)
-                except (ShardError, MediaError) as error:
-                    raise ForestError(
-                        Reason.MISSING_PARENT_EVIDENCE,
-                        f"call {old.record.call_id} cannot be continued: {error}",
-                        param="messages",
-                    ) from error
-            else:
-                found[blob] = held
-                self.put(blob, held)
+            if blob in self._tensors:
+                found[blob] = self._tensors[blob]
+            elif blob not in found:
+                found |= await self._stored(old)
+        for blob, tensors in found.items():
+            self.put(blob, tensors)
         return [found[old.occurrence.blob] for old in captured]
+
+    async def _stored(self, old: Captured) -> dict[str, Tensors]:
+        """Tensors of the call's delta, by blob."""
+        try:
+            delta = await self._sink.get(old.record.delta)
+            return {
+                occurrence.blob: occurrence_tensors(occurrence, delta)
+                for occurrence in old.record.media
+            }
+        except (ShardError, MediaError) as error:
+            raise ForestError(
+                Reason.MISSING_PARENT_EVIDENCE,
+                f"call {old.record.call_id} cannot be continued: {error}",
+                param="messages",
+            ) from error
 
 
 def _size(tensors: Tensors) -> int:

@@ -5,7 +5,9 @@ prompt order across modalities; embedding masks are carried unchanged. Pure.
 
 What vLLM's processor is given for a continuation is one unexpanded placeholder per retained item,
 in captured order, followed by the tokens of the tail. So every item is processed and expanded as
-ever, and no token of the history, which may contain anything, is searched for placeholders.
+ever, and no token of the history, which may contain anything, is searched for placeholders. The
+parent's tokens are read before, because they say where the tail begins; they are spliced in, and
+retained items compared and moved, after everything was processed.
 """
 
 import dataclasses
