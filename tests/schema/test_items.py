@@ -192,7 +192,7 @@ def test_what_says_something_else_is_another_item(
             {"role": "user", "content": [{"type": "image_url",
              "image_url": {"url": "data:image/png;base64,aGk="}}]},
             {"role": "user", "content": [{"type": "image_url",
-             "image_url": {"url": "data:image/jpeg;base64,aGk="}}]},
+             "image_url": {"url": "DATA:image/jpeg;base64,aGk="}}]},
         ),
     ],
 )  # fmt: skip
@@ -207,6 +207,10 @@ def test_what_says_the_same_is_the_same_item(left: dict[str, Any], right: dict[s
         ({"role": "user", "content": [{"type": "video_url"}]}, "messages[0].content[0].type"),
         ({"role": "user", "content": 3}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,hi"}}]},
+            "messages[0].content[0]",
+        ),
         ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
         (assistant({"id": "a", "type": "custom"}), "messages[0].tool_calls[0]"),
         (assistant(call("{}", native_id=None)), "messages[0].tool_calls[0].id"),  # type: ignore[arg-type]

@@ -1,5 +1,7 @@
 """What cannot be served exactly is refused before inference and leaves nothing behind."""
 
+import base64
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,6 +9,7 @@ import httpx
 import openai
 import pytest
 from forest_schema import Reason
+from PIL import Image
 from vllm_forest_renderer.errors import ForestError
 from vllm_forest_renderer.media.family import media_family
 
@@ -143,10 +146,27 @@ def test_video_is_refused_with_its_reason(episode):
     assert "send its frames as images" in message
 
 
-def test_an_image_that_does_not_decode_is_refused(episode):
-    broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    reason, _ = refused(episode, [user(broken)])
+def bomb() -> str:
+    """A small file of 400 million pixels."""
+    buffer = io.BytesIO()
+    Image.new("1", (20000, 20000)).save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+UNREADABLE = {
+    "content": (lambda: "data:image/png;base64,AAAA", "cannot identify image"),
+    "base64": (lambda: "data:image/png;base64,@@@@", "not base64"),
+    "encoding": (lambda: "data:image/png,%89PNG", "must be data:<type>;base64,<data>"),
+    "pixels": (bomb, "could be decompression bomb"),
+}
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_an_image_that_does_not_decode_is_refused(episode, what):
+    make, expected = UNREADABLE[what]
+    reason, message = refused(episode, [user({"type": "image_url", "image_url": {"url": make()}})])
     assert reason == Reason.MALFORMED_REQUEST
+    assert expected in message
 
 
 def test_a_uuid_without_the_image_is_refused(episode):

@@ -298,6 +298,11 @@ def pixel_normalization(model_config: Any) -> dict[str, Any] | None:
     }
 
 
+def is_oversized_image(error: Exception) -> bool:
+    """Whether an image has more pixels than are decoded. vLLM takes it for a fault of its own."""
+    return isinstance(error, importlib.import_module("PIL.Image").DecompressionBombError)
+
+
 def end_token_ids(model_config: Any, tokenizer: Any) -> frozenset[int]:
     """Ids that end a generation, by the tokenizer and the model's configurations."""
     generation = model_config.try_get_generation_config() or {}

@@ -70,7 +70,16 @@ class ForestRenderer:
             self.forest_media()  # refuses before anything is fetched or decoded
         # Without the cache that leaves out tensors which the engine is believed to have.
         keywords["skip_mm_cache"] = True
-        converted, inputs = await render(conversations, chat_params, call.tok_params, **keywords)
+        try:
+            converted, inputs = await render(
+                conversations, chat_params, call.tok_params, **keywords
+            )
+        except Exception as error:
+            if compat.is_oversized_image(error):
+                raise ForestError(
+                    Reason.MALFORMED_REQUEST, f"messages: {error}", param="messages"
+                ) from error
+            raise
         (engine_input,) = inputs
         if engine_input.get("type") == "multimodal":
             await self._forest_place_media(call, engine_input)

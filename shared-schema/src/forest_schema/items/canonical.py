@@ -134,16 +134,18 @@ def reasoning_fingerprint(text: str | None) -> str | None:
 
 
 def image_identity(url: str, uuid: str | None = None) -> str:
-    """Identity of an image: sha256 of a data URL's decoded bytes, else the uuid or the URL."""
-    if url.startswith("data:"):
+    """Identity of an image: sha256 of a data URL's decoded bytes, else the uuid or the URL.
+
+    Raises `ValueError` for a data URL that is not base64, which servers do not read.
+    """
+    if url[:5].lower() == "data:":
         head, _, payload = url.partition(",")
-        if head.endswith(";base64"):
-            try:
-                data = pybase64.b64decode(payload, validate=True)
-            except binascii.Error as error:
-                raise ValueError(f"not base64: {error}") from error
-        else:
-            data = payload.encode()
+        if not head.endswith(";base64"):
+            raise ValueError("a data URL must be data:<type>;base64,<data>")
+        try:
+            data = pybase64.b64decode(payload, validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"not base64: {error}") from error
         return "sha256:" + hashlib.sha256(data).hexdigest()
     return f"uuid:{uuid}" if uuid else f"url:{url}"
 
