@@ -19,6 +19,8 @@ from tests.trainer.megatron.support import (
     make_step,
     per_call_oracle,
     random_rollout,
+    resume,
+    train_and_save,
 )
 from tests.trainer.megatron.test_mixtures import expert_load
 from tests.trainer.megatron.test_parallel import CFG, CONTEXT, PIPELINE, TENSOR
@@ -383,3 +385,17 @@ def test_tokens_that_a_cut_repeats_are_counted_once(untied, across):
     assert step.decoded.executed_tokens > unique
     (counts,) = run_ranks(expert_load, make_config(**TREES), untied, step)
     assert counts.sum(axis=1).tolist() == [unique * 2] * 2
+
+
+@pytest.mark.requirement("J1")
+def test_rows_continue_what_the_forest_saved(untied, tmp_path):
+    """The wrapped rotary embedding changes no name in a checkpoint."""
+    rollouts = cases()[0]
+    advantages = advantages_of(rollouts)
+    packed = PackedShape(data_parallel=1, train_tokens=96, logprob_tokens=96)
+    forest, rows = (make_step(rollouts, advantages, shape) for shape in (forest_shape(), packed))
+    checkpoint = tmp_path / "checkpoint"
+    (expected,) = run_ranks(train_and_save, make_config(**TREES), untied, forest, checkpoint, 2, 2)
+    (found,) = run_ranks(resume, make_config(), untied, rows, checkpoint, 2)
+    for own, other in zip(found, expected, strict=True):
+        assert own == pytest.approx(other, rel=1e-4, abs=1e-6)

@@ -15,9 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
 
 class Part(NamedTuple):
     """Queries and keys that attend without a mask, or that are the same tokens in causal order."""
@@ -54,6 +51,7 @@ class _Parts(torch.autograd.Function):
     With o_i and l_i the output and log-normaliser of part i, l = log(sum exp l_i) and
     o = sum exp(l_i - l) o_i. The flash backward pass of one part with the merged o and l gives that
     part's gradients of the whole softmax, since it recomputes probabilities as exp(score - l).
+    torch's own attention runs these kernels; only by them does it give the normalisers.
     (Blockwise attention: Liu and Abbeel 2023, arXiv 2305.19370.)
     """
 
@@ -67,10 +65,11 @@ class _Parts(torch.autograd.Function):
         scale: float | None,
     ) -> torch.Tensor:
         """See `attend_parts`; partial results are merged in float32."""
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         merged, normalizer = _empty(query, torch.float32), _empty(query[..., 0], torch.float32)
         for queries, keys, causal in parts:
             q, k, v = query[:, :, queries], key[:, :, keys], value[:, :, keys]
-            output, own = _flash(q, k, v, is_causal=causal, scale=scale)
+            output, own = flash(q, k, v, is_causal=causal, scale=scale)
             if causal:
                 merged[:, :, queries], normalizer[:, :, queries] = output, own
                 continue
@@ -86,10 +85,11 @@ class _Parts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the parts, summed."""
+        flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         query, key, value, output, normalizer = ctx.saved_tensors
         totals = [_empty(tensor, torch.float32).zero_() for tensor in (query, key, value)]
         for queries, keys, causal in ctx.parts:
-            found = _flash_backward(
+            found = flash_backward(
                 grads[0][:, :, queries],
                 query[:, :, queries],
                 key[:, :, keys],
