@@ -74,6 +74,7 @@ def test_one_image_over_three_turns_stays_one_expansion(episode):
     assert all(record.media_digest is None for record in records[1:])
 
 
+@pytest.mark.smoke
 @pytest.mark.requirement("XM2", "XM3", "B3", "B4", "B5", "B9")
 def test_a_kept_b_added_then_a_rewrite_to_b(episode):
     first = user(image(1), text("This?"))
@@ -137,6 +138,7 @@ def test_stored_pixels_are_the_processors_own_and_can_be_normalised(episode):
     assert np.allclose(ours, reference["pixel_values"], atol=1e-5)
 
 
+@pytest.mark.smoke
 @pytest.mark.requirement("B2", "B6", "A20")
 def test_the_stored_tokens_and_pixels_give_the_engines_log_probabilities(episode):
     """An independent forward pass over the deltas alone: every image at its place, the positions
