@@ -19,6 +19,7 @@ class Scripted:
 
     A script's lines are sent as user messages of a growing history. `rewrite` forgets the history,
     `lie` changes the last answer in what is returned, `break` raises, `sleep` never comes back,
+    `unplug` fails below the client's own errors,
     `shrug LINE` goes on where LINE is refused.
     """
 
@@ -49,6 +50,8 @@ class Scripted:
                 raise ValueError("scripted bug")
             if line == "sleep":
                 await asyncio.sleep(3600)
+            if line == "unplug":
+                await client._client.get("http://127.0.0.1:9")
             shrug = line.startswith("shrug ")
             messages.append({"role": "user", "content": line.removeprefix("shrug ")})
             try:

@@ -110,6 +110,7 @@ def test_evidence_that_does_not_fit_masks_the_rollout(
         (["say 4", "hang"], Reason.ROLLOUT_TIMEOUT, "rollout_timeout_s = 0.5"),
         (["say 4", "sleep"], Reason.ROLLOUT_TIMEOUT, "rollout_timeout_s = 0.5"),
         (["crash"], Reason.TRANSPORT_FAILURE, "InternalServerError"),
+        (["unplug"], Reason.TRANSPORT_FAILURE, "ConnectError"),
         (["refuse"], Reason.HARNESS_ERROR, "context too long"),
         (["break"], Reason.HARNESS_ERROR, "scripted bug"),
     ],

@@ -8,6 +8,7 @@ complete, in generation order, or dropped with one reason and the attempts that 
 """
 
 import asyncio
+import importlib
 import logging
 import math
 import random
@@ -37,9 +38,16 @@ from megatron_forest_trainer.core.types import Finalized
 
 logger = logging.getLogger(__name__)
 
+# The generation of httpx that the installed openai is built on: while a stream is read, its errors
+# reach the harness as they are.
+_CLIENT_HTTP = importlib.import_module(
+    type(openai.DEFAULT_CONNECTION_LIMITS).__module__.partition(".")[0]
+)
+
 _TRANSPORT_ERRORS = (
     openai.APIConnectionError,
     openai.InternalServerError,
+    _CLIENT_HTTP.TransportError,
     httpx.TransportError,
     TransportFailure,
 )
@@ -236,7 +244,7 @@ class GroupRunner:
             max_retries=0,
             timeout=openai.Timeout(settings.rollout_timeout_s, connect=30.0),
             http_client=openai.DefaultAsyncHttpxClient(
-                verify=_tls_context(), limits=httpx.Limits(keepalive_expiry=IDLE_S)
+                verify=_tls_context(), limits=_CLIENT_HTTP.Limits(keepalive_expiry=IDLE_S)
             ),
         ) as client:
             deadline = asyncio.timeout(settings.rollout_timeout_s)
