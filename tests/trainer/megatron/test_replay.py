@@ -241,6 +241,43 @@ def test_malformed_and_forgotten_routes_are_told():
     }
 
 
+class Dense(torch.nn.Module):
+    """A layer without experts."""
+
+    def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        return hidden, None
+
+
+def behind_a_dense_layer() -> list[list[int]]:
+    """Experts of each token in the only layer that has some."""
+    from megatron_forest_trainer.model.replay import RoutingReplay
+
+    from tests.trainer.megatron.mixtures import make_mixture
+
+    module = make_mixture()
+    module.eval()
+    module.decoder.layers[0].mlp = Dense()
+    replay = RoutingReplay(module)
+    tokens = torch.arange(3)[None]
+    routes = torch.zeros(1, 3, LAYERS, TOP_K, dtype=torch.int32)
+    routes[0, :, 1] = torch.tensor([[1, 3], [3, 0], [2, 1]])
+    chosen = []
+    module.decoder.layers[1].mlp.router.register_forward_hook(
+        lambda _, __, output: chosen.extend(row.nonzero().flatten().tolist() for row in output[1])
+    )
+    with replay.passing(), torch.no_grad():
+        replay.load(routes)
+        module(tokens, tokens, None)
+    return chosen
+
+
+@pytest.mark.requirement("F11", "K5")
+def test_the_rows_of_a_dense_layer_are_not_routes():
+    """An engine reports zeros for it: the same expert twice, if they were experts."""
+    (chosen,) = run_ranks(behind_a_dense_layer)
+    assert chosen == [[1, 3], [0, 3], [1, 2]]
+
+
 def other_model(config, hf_dir, step) -> str:
     from megatron_forest_trainer.core.errors import IntegrityError
     from megatron_forest_trainer.learner import Learner

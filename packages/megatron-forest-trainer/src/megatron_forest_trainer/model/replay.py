@@ -123,8 +123,8 @@ class RoutingReplay:
     def load(self, routes: torch.Tensor) -> None:
         """Routes of the next microbatch, int32 `[b, s, layers, k]`, all -1 for a token without.
 
-        Raises `ValueError` for a row that names an expert twice, an expert that does not exist, or
-        only some experts.
+        Raises `ValueError` for a row of a mixture's layer that names an expert twice, an expert
+        that does not exist, or only some experts.
         """
         # Megatron's routers see [s, b] flattened, and under sequence parallelism a part of s.
         routes = routes.transpose(0, 1)
@@ -133,19 +133,19 @@ class RoutingReplay:
             ranks = parallel_state.get_tensor_model_parallel_world_size()
             routes = routes.chunk(ranks)[rank]
         routes = routes.flatten(0, 1)
-        self._check(routes)
         for number, layer in self._layers:
+            self._check(number, routes[:, number])
             layer.push(routes[:, number].long())
 
-    def _check(self, routes: torch.Tensor) -> None:
+    def _check(self, number: int, routes: torch.Tensor) -> None:
+        """Check routes `[tokens, k]` of one layer; what an engine reports of a dense one is not."""
         missing = (routes == MISSING).all(dim=-1)
         ordered = routes.sort(dim=-1).values
         wrong = (ordered[..., 0] < 0) | (ordered[..., -1] >= self._experts)
         wrong |= (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1)
         wrong &= ~missing
         if bool(wrong.any()):
-            token, layer = wrong.nonzero()[0].tolist()
             raise ValueError(
-                f"layer {layer + 1}: the route {routes[token, layer].tolist()} of a token is no "
+                f"layer {number + 1}: the route {routes[wrong][0].tolist()} of a token is no "
                 f"choice of different experts of {self._experts}"
             )
