@@ -142,3 +142,30 @@ def test_the_bias_does_not_feel_added_padding(untied):
     assert np.array_equal(plain, padded)
     # Counted, the padding moves it.
     assert not np.array_equal(plain_counted, padded_counted)
+
+
+def biases_after_a_failure(config, hf_dir, step):
+    """Biases and load counts of a learner whose step had an infinite gradient."""
+    import msgspec
+    from megatron_forest_trainer.learner import Learner, NonFiniteGradientError
+    from megatron_forest_trainer.model.checks import routers
+
+    from tests.trainer.megatron.mixtures import make_biased_mixture
+
+    learner, plan = Learner(config, hf_dir, module=make_biased_mixture()), step.decoded
+    rows = tuple(msgspec.structs.replace(row, advantage=float("inf")) for row in plan.rows)
+    learner.logprobs(plan, step.reader)
+    with pytest.raises(NonFiniteGradientError):
+        learner.train_step(msgspec.structs.replace(plan, rows=rows), step.reader)
+    assert max(counts.max() for counts in learner.module.counts) > 0
+    return [
+        (r.expert_bias.tolist(), r.local_tokens_per_expert.tolist())
+        for r in routers(learner.module)
+    ]
+
+
+@pytest.mark.requirement("XL9", "K5")
+def test_a_step_that_is_not_taken_leaves_the_biases_alone(untied):
+    rollouts = [random_rollout("x", BRANCHES, seed=1), random_rollout("y", CHAIN, seed=2)]
+    (found,) = run_ranks(biases_after_a_failure, make_config(), untied, step_with_padding(rollouts))
+    assert found == [([0.0] * 4, [0.0] * 4)] * 2

@@ -41,7 +41,7 @@ from megatron_forest_trainer.loss.ownership import (
     owner_id,
 )
 from megatron_forest_trainer.model import parallel
-from megatron_forest_trainer.model.checks import check_model, mask_expert_load
+from megatron_forest_trainer.model.checks import check_model, kept_expert_biases, mask_expert_load
 from megatron_forest_trainer.model.hf_config import read_model_shape
 from megatron_forest_trainer.model.hf_io import export_weights, load_weights
 from megatron_forest_trainer.model.replay import RoutingReplay
@@ -177,11 +177,12 @@ class Learner:
         model.zero_grad_buffer()
         optimizer.zero_grad()
         runs: list[OwnedRun] = []
-        sums = self._passes.train(
-            model, self._training_batches(plan, reader, runs), self._microbatches(plan.train)
-        )
-        self._check_ownership(plan, runs)
-        self._check_gradients(plan)
+        with kept_expert_biases(self.module):
+            sums = self._passes.train(
+                model, self._training_batches(plan, reader, runs), self._microbatches(plan.train)
+            )
+            self._check_ownership(plan, runs)
+            self._check_gradients(plan)
         lr = get_canonical_lr_for_logging(optimizer.param_groups)
         _, grad_norm, _ = optimizer.step()
         scheduler.step(increment=1)

@@ -7,6 +7,8 @@ dropped tokens, no auxiliary loss, no noise. An expert bias that follows the loa
 """
 
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -81,6 +83,23 @@ def mask_expert_load(module: Any) -> bool:
     for router in biased:
         router._apply_expert_bias = types.MethodType(_count_real_tokens, router)
     return bool(biased)
+
+
+@contextmanager
+def kept_expert_biases(module: Any) -> Iterator[None]:
+    """Put the biases that follow the load back if the step inside raises.
+
+    Megatron-Core moves them when it has summed the gradients, before the optimizer steps.
+    """
+    biased = [router for router in routers(module) if router.enable_expert_bias]
+    kept = [router.expert_bias.clone() for router in biased]
+    try:
+        yield
+    except BaseException:
+        for router, bias in zip(biased, kept, strict=True):
+            router.expert_bias.copy_(bias)
+            router.local_tokens_per_expert.zero_()
+        raise
 
 
 def _count_real_tokens(
