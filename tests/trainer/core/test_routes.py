@@ -163,6 +163,18 @@ def test_routes_of_two_models_do_not_make_a_row():
         rows_of(forest)
 
 
+@pytest.mark.requirement("XR2", "H5")
+def test_rows_of_two_models_do_not_share():
+    forest = Forest(mixture=MIXTURE)
+    forest.call()
+    forest.mixture = (3, 2, 8)
+    forest.call()
+    plans = build_rows(forest.calls, group_id="g0", rollout_id="r0")
+    with pytest.raises(IntegrityError, match="rows with routes of several models"):
+        shared_prefixes(plans, forest.reader(), across_rollouts=True, routed=True)
+    assert len(shared_prefixes(plans, forest.reader(), across_rollouts=True).row_ids) == 2
+
+
 @pytest.mark.requirement("F11", "F13")
 def test_a_call_without_routes_masks_its_rollout_where_routes_are_required():
     forest = Forest(mixture=MIXTURE)

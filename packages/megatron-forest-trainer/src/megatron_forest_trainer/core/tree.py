@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from forest_schema import MediaOccurrence
+from forest_schema import MediaOccurrence, Reason
 from numpy.typing import NDArray
 
+from megatron_forest_trainer.core.errors import IntegrityError
 from megatron_forest_trainer.core.routes import MISSING
 from megatron_forest_trainer.core.rows import assemble
 from megatron_forest_trainer.core.types import DeltaReader, Row, RowPlan
@@ -31,7 +32,8 @@ def merge_keys(rows: Sequence[Row], *, routed: bool = False) -> list[NDArray[np.
     """Per row `[tokens, w]` bytes: what must agree, token by token, to share a prefix.
 
     That is the token and, at an image, the image: its processed tensors and its geometry; with
-    `routed`, where captured routes are replayed, the token's experts too.
+    `routed`, where captured routes are replayed, the token's experts too. Raises `IntegrityError`
+    for routes of several models.
     """
     columns: list[list[NDArray[Any]]] = [[row.tokens_T.astype("<i4")[:, None]] for row in rows]
     if any(row.media is not None for row in rows):
@@ -45,6 +47,11 @@ def merge_keys(rows: Sequence[Row], *, routed: bool = False) -> list[NDArray[np.
                 image_T[occurrence.offset : occurrence.end] = number
             own.append(image_T)
     shapes = {row.routes_TLK.shape[1:] for row in rows if row.routes_TLK is not None}
+    if routed and len(shapes) > 1:
+        raise IntegrityError(
+            Reason.DIGEST_MISMATCH,
+            f"rows with routes of several models (layers, experts per token): {sorted(shapes)}",
+        )
     if routed and shapes:
         for row, own in zip(rows, columns, strict=True):
             routes_TLK = row.routes_TLK
