@@ -245,8 +245,9 @@ def check_mode(
     if saved_multiple != row_multiple:
         raise SnapshotRefused(
             f"{what} was saved with prompt groups padded to a multiple of {saved_multiple} rows, "
-            f"this run pads to {row_multiple}; resume with the same number of data-parallel ranks "
-            "and the same microbatch sizes"
+            f"this run pads to {row_multiple}; resume with the same number of data-parallel ranks, "
+            "the same microbatch sizes and the same policy.sequence_packing and "
+            "policy.forest_execution"
         )
 
 
