@@ -4,19 +4,17 @@ The API server's event loop runs in a thread, the engine core in a forked proces
 weights. vLLM loads the plugins through their entry points, as in production.
 """
 
-import asyncio
-import contextlib
 import importlib
 import json
 import os
-import socket
-import threading
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import httpx
+
+from tests.support.thread_server import ThreadServer
 
 CONTROL_TOKEN = "test-control-token-0123456789"
 PLUGINS = "forest_renderer,forest_endpoints"
@@ -85,7 +83,6 @@ def returns_routes_on_cpu() -> bool:
 
 def import_vllm() -> None:
     """Import what servers need, once, before anything is forked."""
-    import uvicorn  # noqa: F401
     import vllm.entrypoints.launchers.api_server.app_state
     import vllm.entrypoints.launchers.app
     import vllm.v1.engine.async_llm
@@ -93,21 +90,13 @@ def import_vllm() -> None:
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
 
-def free_port() -> int:
-    """A port that nothing uses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class EngineServer:
+class EngineServer(ThreadServer):
     """One server. Use as a context manager."""
 
     def __init__(self, model: Path, *extra: str, forest: dict[str, Any]) -> None:
         """`forest` are the settings of `--additional-config '{"forest": ...}'`."""
+        super().__init__()
         prepare_environment()
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
         self._arguments = server_arguments(
             model,
             self.port,
@@ -117,43 +106,18 @@ class EngineServer:
         )
         self.engine: Any = None
         self.app: Any = None
-        self._loop = asyncio.new_event_loop()
-        self._ready = threading.Event()
-        self._error: BaseException | None = None
-        self._uvicorn: Any = None
-        self._thread = threading.Thread(target=self._serve, daemon=True)
         self.control = httpx.Client(
             base_url=f"{self.url}/v1/forest/control",
             headers={"Authorization": f"Bearer {CONTROL_TOKEN}"},
             timeout=120,
         )
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        self._ready.wait()
-        if self._error is not None:
-            raise self._error
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.control.close()
-        self._uvicorn.should_exit = True
-        self._thread.join(60)
-
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout: float = 120) -> T:
-        """Run a coroutine on the server's event loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
-
-    def _serve(self) -> None:
-        try:
-            self._loop.run_until_complete(self._main())
-        except BaseException as error:
-            self._error = error
-            self._ready.set()
+        super().__exit__()
 
     async def _main(self) -> None:
         import_vllm()
-        import uvicorn
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
@@ -183,16 +147,7 @@ class EngineServer:
             tasks = await self.engine.get_supported_tasks()
             self.app = build_app(args, tasks, self.engine.model_config)
             await init_app_state(self.engine, self.app.state, args, tasks)
-            self._uvicorn = uvicorn.Server(
-                uvicorn.Config(self.app, host="127.0.0.1", port=self.port, log_level="error")
-            )
-            self.app.state.server = self._uvicorn
-            with _without_signal_handlers():
-                serving = asyncio.create_task(self._uvicorn.serve())
-                while not self._uvicorn.started and not serving.done():
-                    await asyncio.sleep(0.01)
-                self._ready.set()
-                await serving
+            await self._serve(self.app)
         finally:
             self.engine.shutdown()
             self.engine = None
@@ -229,19 +184,6 @@ class EngineServer:
         return decode_receipt(answer.content)
 
 
-@contextlib.contextmanager
-def _without_signal_handlers() -> Iterator[None]:
-    """uvicorn installs signal handlers, which only the main thread may."""
-    import uvicorn
-
-    original = uvicorn.Server.capture_signals
-    uvicorn.Server.capture_signals = lambda self: contextlib.nullcontext()  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        uvicorn.Server.capture_signals = original  # type: ignore[method-assign]
-
-
 def worker_prompts(path: Path, since: int = 0) -> list[list[int]]:
     """Prompt ids that the engine process wrote down (see `tests.support.forced`)."""
     if not path.exists():
@@ -259,6 +201,6 @@ def wait_until(condition: Any, timeout: float = 60.0) -> None:
 
 
 __all__: Sequence[str] = (
-    "CONTROL_TOKEN", "PLUGINS", "EngineServer", "free_port", "prepare_environment",
+    "CONTROL_TOKEN", "PLUGINS", "EngineServer", "prepare_environment",
     "returns_routes_on_cpu", "server_arguments", "wait_until", "worker_prompts",
 )  # fmt: skip

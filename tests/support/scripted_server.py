@@ -6,14 +6,12 @@ continues that call, any other is a root, as the serving side decides for real p
 """
 
 import asyncio
-import contextlib
 import threading
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import numpy as np
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from forest_schema import CallRecord, CompletionStatus, Reason, WeightSpan
@@ -25,7 +23,8 @@ from vllm_forest_renderer.control import ControlServices, ControlToken, control_
 from vllm_forest_renderer.errors import AttemptError
 
 from tests.support.capture import Capture
-from tests.support.engine import CONTROL_TOKEN, free_port
+from tests.support.engine import CONTROL_TOKEN
+from tests.support.thread_server import ThreadServer
 
 
 class ScriptedEngine:
@@ -74,16 +73,15 @@ class ScriptedEngine:
         return EngineState(paused=self.paused, weight_version=self.weight_version)
 
 
-class ScriptedServer:
-    """A server in a thread. Use as a context manager."""
+class ScriptedServer(ThreadServer):
+    """One server."""
 
     def __init__(
         self, directory: Path, model: Path, *, vocab: int = 61, max_model_len: int = 4096
     ) -> None:
+        super().__init__()
         self.directory = directory
         self.engine = ScriptedEngine(model, vocab=vocab, max_model_len=max_model_len)
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
         self.token_file = directory / "control_token"
         self.token_file.parent.mkdir(parents=True, exist_ok=True)
         self.token_file.write_text(CONTROL_TOKEN)
@@ -97,40 +95,16 @@ class ScriptedServer:
         """Requests that `wait` hold until it is set."""
         self._calls: dict[str, list[tuple[str, CallRecord]]] = {}
         self._random = np.random.default_rng(0)
-        self._loop = asyncio.new_event_loop()
-        self._uvicorn: uvicorn.Server
-        self._ready = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._serve, daemon=True)
 
     @property
     def store(self) -> Path:
         """Root of the delta store."""
         return self.directory / "store"
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        self._ready.wait()
-        if self._error is not None:
-            raise self._error
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.gate.set()
-        self._uvicorn.should_exit = True
         self._uvicorn.force_exit = True
-        self._thread.join(30)
-
-    def run(self, coroutine: Any) -> Any:
-        """Run a coroutine on the server's event loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
-
-    def _serve(self) -> None:
-        try:
-            self._loop.run_until_complete(self._main())
-        except BaseException as error:
-            self._error = error
-            self._ready.set()
+        super().__exit__()
 
     async def _main(self) -> None:
         self.capture = await Capture.open(self.directory)
@@ -141,15 +115,7 @@ class ScriptedServer:
         app.middleware("http")(self._count)
         app.include_router(control_router(lambda _: services))
         app.add_api_route("/v1/forest/{attempt}/chat/completions", self._chat, methods=["POST"])
-        self._uvicorn = uvicorn.Server(
-            uvicorn.Config(app, host="127.0.0.1", port=self.port, log_level="error", lifespan="off")
-        )
-        self._uvicorn.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
-        serving = asyncio.create_task(self._uvicorn.serve())
-        while not self._uvicorn.started and not serving.done():
-            await asyncio.sleep(0.01)
-        self._ready.set()
-        await serving
+        await self._serve(app, lifespan="off")
         await self.capture.shutdown()
 
     async def _count(self, request: Request, call_next: Any) -> Any:

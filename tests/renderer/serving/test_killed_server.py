@@ -98,12 +98,15 @@ class Servers:
         """SIGKILL the server; its engine core would live on, and goes too."""
         children = psutil.Process(self._pid).children(recursive=True)
         os.kill(self._pid, signal.SIGKILL)
+        self._pid = 0
         self._fact("dead")
         for child in children:
             child.kill()
 
     def close(self) -> None:
-        """Let the forking process end."""
+        """End all processes."""
+        if self._pid:
+            self.kill()
         assert self._forker.stdin is not None
         self._forker.stdin.close()
         self._forker.wait(30)
@@ -167,7 +170,8 @@ def check(control: httpx.Client, agent: Agent) -> Receipt:
         check_delta(control, call, by_id)
     # Each answered call continues the one before: its captured tokens were its prompt.
     chain = [calls[answer] for answer in agent.answered]
-    assert [call.parent_call_id for call in chain] == [None, *(c.call_id for c in chain[:-1])]
+    before = [None, *(call.call_id for call in chain)]
+    assert [call.parent_call_id for call in chain] == before[: len(chain)]
     return receipt
 
 

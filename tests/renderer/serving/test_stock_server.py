@@ -17,9 +17,10 @@ from forest_schema import decode_receipt
 from forest_schema.control import CONTROL_TOKEN_HEADER
 from forest_schema.shards import ShardReader
 
-from tests.support.engine import PLUGINS, free_port, server_arguments
+from tests.support.engine import PLUGINS, server_arguments
 from tests.support.http_shard import HttpShard
 from tests.support.third_party import LOG_VARIABLE, install_resolver
+from tests.support.thread_server import free_port
 
 API_KEY = "an-api-key"
 START_SECONDS = 400

@@ -20,7 +20,7 @@ from megatron_forest_trainer.harness.simple_agent import (
     simple_agent_with_compaction,
 )
 
-from tests.support.engine import free_port
+from tests.support.thread_server import free_port
 
 ENVIRONMENT = "tests.trainer.harness.agents:Counter"
 SELECT = "tests.trainer.harness.agents:no_bad_words"
