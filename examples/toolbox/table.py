@@ -12,7 +12,7 @@ COLUMNS = (
     ("rows", "valid_rows", "d"),
     ("padding", "padding_rows", "d"),
     ("row tokens", "row_tokens", "d"),
-    ("run", "executed_tokens", "d"),
+    ("tokens run", "executed_tokens", "d"),
     ("reward", "reward/mean", ".3f"),
     ("gen KL", "gen_kl_error", ".1e"),
     ("TMPE", "token_mult_prob_error", ".6f"),

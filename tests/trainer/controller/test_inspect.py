@@ -105,6 +105,9 @@ def test_a_step_a_file_and_a_bare_receipt_can_be_named(run_dir: Path, tmp_path: 
     assert (len(bare.calls), len(bare.failures), bare.rows) == (1, 1, ())
     assert bare.calls[0].why_not == "a receipt does not say what was selected"
     assert load_reports(run_dir, step=1)
+    shown = CliRunner().invoke(app, ["inspect", str(receipt)], env={"COLUMNS": "160"})
+    assert shown.output.count("does not say what was selected") == 1
+    assert "1 captured call\n" in shown.output
 
 
 @pytest.mark.parametrize(

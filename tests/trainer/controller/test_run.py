@@ -116,6 +116,18 @@ def test_a_wrong_setting_is_refused_before_the_first_rollout(
     assert not any("attempts" in request for request in server.requests)
 
 
+@pytest.mark.requirement("K10")
+def test_an_option_that_the_model_has_no_use_for_is_refused_before_the_first_rollout(
+    server: ScriptedServer, model: Path, tmp_path: Path
+) -> None:
+    frozen = "policy.megatron_cfg.freeze_vision_model=true"
+    run = ForkedRun(config_of(server, model, tmp_path), frozen)
+    assert run.wait() == 1
+    assert "the model has no vision tower; remove it" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert not any("attempts" in request for request in server.requests)
+
+
 def test_a_dropped_budget_ends_the_run_with_the_cause(
     server: ScriptedServer, model: Path, tmp_path: Path
 ) -> None:

@@ -14,8 +14,8 @@ from forest_schema.version import DIGEST_VERSION, NORMALIZATION_VERSION
 PROCESSED_LOGPROBS = "processed_logprobs"
 
 _CURES = {
-    ROUTES: "start it with --enable-return-routed-experts, or set policy.router_replay.enabled: "
-    "false",
+    ROUTES: "start it with --enable-return-routed-experts, if its model has experts, or set "
+    "policy.router_replay.enabled: false",
 }
 """Feature -> what makes a server have it."""
 

@@ -42,6 +42,7 @@ from megatron_forest_trainer.core.plan import NoRetainedTokens
 from megatron_forest_trainer.learner import Learner, NonFiniteGradientError
 from megatron_forest_trainer.logging_.progress import Reporter
 from megatron_forest_trainer.logging_.records import MissingWriter
+from megatron_forest_trainer.model.hf_config import UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ _EXPECTED = (
     Stopped,
     TaskSourceError,
     TransportFailure,
+    UnsupportedModelError,
     WeightsNotTaken,
     handshakes.HandshakeError,
 )

@@ -117,6 +117,8 @@ class LearnerThread:
 
     async def _run(self, work: Callable[[], _T]) -> _T:
         future = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        # An interrupted run has no one left to fetch what the interruption broke on other ranks.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:

@@ -47,6 +47,8 @@ def _header(report: RolloutReport) -> Panel:
     if report.reason is not None:
         line.append(f"\n{report.reason}", "bold red")
         line.append(f": {report.detail}" if report.detail else "")
+    if report.step is None:
+        line.append("a receipt does not say what was selected")
     return Panel(line, title=f"{report.rollout_id}  ({report.attempt_id})", title_align="left")
 
 
@@ -54,17 +56,19 @@ def _forest(report: RolloutReport) -> Tree:
     children: dict[str | None, list[CallReport]] = {}
     for call in sorted(report.calls, key=lambda call: call.order):
         children.setdefault(call.parent_call_id, []).append(call)
-    root = Tree(f"{len(report.calls)} captured calls", guide_style="dim")
+    many = "" if len(report.calls) == 1 else "s"
+    root = Tree(f"{len(report.calls)} captured call{many}", guide_style="dim")
+    decided = report.step is not None
 
     def grow(branch: Tree, parent: str | None) -> None:
         for call in children.get(parent, ()):
-            grow(branch.add(_call(call)), call.call_id)
+            grow(branch.add(_call(call, decided=decided)), call.call_id)
 
     grow(root, None)
     return root
 
 
-def _call(call: CallReport) -> Text:
+def _call(call: CallReport, *, decided: bool) -> Text:
     line = Text(f"#{call.order} ", "bold" if call.selected else "dim")
     line.append(f"{_short(call.call_id)}  ", "" if call.selected else "dim")
     line.append(f"{call.prev_len} + {call.prompt_delta_len} prompt ")
@@ -78,7 +82,7 @@ def _call(call: CallReport) -> Text:
         line.append(f"  {'+'.join(call.weight_versions)}", "dim")
     if call.scored:
         line.append("  scored", "bold magenta")
-    if call.why_not is not None:
+    if decided and call.why_not is not None:
         line.append(f"  left out: {call.why_not}", "yellow")
     return line
 

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_forest_trainer.model.attention import SDPAVarlenAttention
-from megatron_forest_trainer.model.hf_config import MixtureShape, ModelShape
+from megatron_forest_trainer.model.hf_config import MixtureShape, ModelShape, UnsupportedModelError
 from megatron_forest_trainer.model.norms import LocalRMSNorm
 from megatron_forest_trainer.model.parallel import Parallelism
 from megatron_forest_trainer.model.tree import TreeAttention
@@ -189,8 +189,14 @@ def build_model(
 ) -> GPTModel:
     """This rank's part of the model, with arbitrary weights, on its device.
 
-    `trees` gives it attention that runs tries. Needs `model.parallel.initialize`.
+    `trees` gives it attention that runs tries. Needs `model.parallel.initialize`. Raises
+    `UnsupportedModelError` where there is no vision model to freeze.
     """
+    if freeze_vision_model and shape.vision is None:
+        raise UnsupportedModelError(
+            "policy.megatron_cfg.freeze_vision_model is true, but the model has no vision tower; "
+            "remove it"
+        )
     fields = {
         "config": config,
         "transformer_layer_spec": layer_specs(config, trees=trees),

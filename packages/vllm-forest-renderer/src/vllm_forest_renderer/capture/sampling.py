@@ -24,6 +24,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Parameters that change the distribution -> values that do not."""
 
+SENT_AS = {"structured_outputs": "structured_outputs (response_format, a required or named tool)"}
+"""Parameters that clients send under other names -> how a message names them."""
+
 
 def unreproducible_parameters(params: Any, custom_processors: Collection[str] = ()) -> list[str]:
     """Names of what keeps the trainer from rebuilding the sampled distribution.

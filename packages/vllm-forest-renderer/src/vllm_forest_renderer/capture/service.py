@@ -19,7 +19,11 @@ from vllm_forest_renderer import metrics
 from vllm_forest_renderer.capture.prefixes import PrefixCache
 from vllm_forest_renderer.capture.record import Answer, build_delta, build_record, replay_summary
 from vllm_forest_renderer.capture.routes import RouteShape, captured_routes
-from vllm_forest_renderer.capture.sampling import sampling_record, unreproducible_parameters
+from vllm_forest_renderer.capture.sampling import (
+    SENT_AS,
+    sampling_record,
+    unreproducible_parameters,
+)
 from vllm_forest_renderer.context import Call
 from vllm_forest_renderer.errors import ForestError, StoreUnavailable
 from vllm_forest_renderer.ledger import Ledger
@@ -95,10 +99,11 @@ class CaptureService:
     async def _admit(self, call: Call, params: Any) -> None:
         changed = unreproducible_parameters(params, self._server_changes)
         if changed and not self._allow_unreproducible:
+            names = ", ".join(SENT_AS.get(name, name) for name in changed)
             raise ForestError(
                 Reason.UNREPRODUCIBLE_SAMPLING,
-                f"the trainer cannot rebuild a distribution changed by {', '.join(changed)}; leave "
-                "it out (server defaults come from the model's generation_config.json: start with "
+                f"the trainer cannot rebuild a distribution changed by {names}; leave it out "
+                "(server defaults come from the model's generation_config.json: start with "
                 "--generation-config vllm), or set allow_unreproducible_sampling to capture the "
                 "call marked and untrained",
                 param=changed[0],

@@ -48,8 +48,8 @@ class ControlToken:
         if not hmac.compare_digest(_digest(given), self._digest):
             raise ForestError(
                 Reason.CONTROL_TOKEN_REQUIRED,
-                f"send the control token as 'Authorization: Bearer TOKEN' or, beside an API key, "
-                f"in the header {CONTROL_TOKEN_HEADER}",
+                f"the control token is missing or wrong: send it as 'Authorization: Bearer TOKEN' "
+                f"or, beside an API key, in the header {CONTROL_TOKEN_HEADER}",
                 param="authorization",
             )
 
