@@ -103,10 +103,12 @@ def test_a_row_count_that_is_no_multiple_is_refused() -> None:
 
 
 @pytest.mark.requirement("G24", "XL9")
-def test_a_plan_needs_a_token_to_train_on() -> None:
+@pytest.mark.parametrize("rows", [(), (PlannedRow(row_id="g/pad0", plan=None),)])
+def test_a_plan_needs_a_token_to_train_on(rows: tuple[PlannedRow, ...]) -> None:
+    """Masked rollouts have no rows at all."""
     shape = FixedShape(data_parallel=1, train_micro_batch=1, logprob_micro_batch=1)
-    with pytest.raises(NoRetainedTokens):
-        plan_step(0, [PlannedRow(row_id="g/pad0", plan=None)], shape)
+    with pytest.raises(NoRetainedTokens, match=f"none of the {len(rows)} rows has a token"):
+        plan_step(0, rows, shape)
 
 
 def test_row_ids_are_unique() -> None:

@@ -156,15 +156,15 @@ def plan_step(
     """
     if len({row.row_id for row in rows}) != len(rows):
         raise ValueError("row ids of a step must be unique")
-    if not rows or len(rows) % shape.row_multiple:
-        raise ValueError(
-            f"{len(rows)} rows are not a multiple of {shape.row_multiple}; pad them first"
-        )
     retained = sum(row.retained_tokens for row in rows)
     if retained == 0:
         raise NoRetainedTokens(
             f"step {step}: none of the {len(rows)} rows has a token to train on; every rollout "
             "was masked, filtered or empty"
+        )
+    if len(rows) % shape.row_multiple:
+        raise ValueError(
+            f"{len(rows)} rows are not a multiple of {shape.row_multiple}; pad them first"
         )
     lengths = [row.length for row in rows]
     executed = sum(row.length for row in rows if row.plan is not None)
