@@ -154,6 +154,14 @@ def test_rows_that_do_not_fit_stop_the_run(damage):
 
 
 @pytest.mark.requirement("XR2")
+def test_routes_that_no_record_describes_are_not_left_out():
+    forest = Forest(mixture=MIXTURE)
+    call = msgspec.structs.replace(forest.call(), routes=None)
+    with pytest.raises(IntegrityError, match=f"call {call.call_id}: the delta has routes that"):
+        rows_of(forest, [call])
+
+
+@pytest.mark.requirement("XR2")
 def test_routes_of_two_models_do_not_make_a_row():
     forest = Forest(mixture=MIXTURE)
     parent = forest.call()

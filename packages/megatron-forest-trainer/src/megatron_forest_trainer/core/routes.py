@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from forest_schema import CallRecord, Reason, RouteInfo
+from forest_schema.routes import ROUTES
 from numpy.typing import NDArray
 
 from megatron_forest_trainer.core.errors import IntegrityError
@@ -25,6 +26,11 @@ def call_routes(
 ) -> tuple[RouteInfo, NDArray[Any]] | None:
     """What a call's rows cover, and the rows `[end - first, layers, top_k]`; None without any."""
     if call.routes is None:
+        if ROUTES in delta:
+            raise IntegrityError(
+                Reason.DIGEST_MISMATCH,
+                f"call {call.call_id}: the delta has routes that its record does not describe",
+            )
         return None
     try:
         return call.routes, call.routes.read(delta, call_id=call.call_id)
