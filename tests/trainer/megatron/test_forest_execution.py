@@ -341,6 +341,7 @@ def refusals() -> dict[str, str]:
     modules = {
         "accepted": model(),
         "window_size (128, 0)": model(window_size=(128, 0)),
+        "softmax_type 'learnable'": model(softmax_type="learnable"),
         "mtp_num_layers 1": predicting,
         "LinearAttention in layer 1": linear,
         f"{SDPAVarlenAttention.__name__} in layer 0": model(trees=False),

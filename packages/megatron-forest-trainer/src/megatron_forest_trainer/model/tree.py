@@ -133,6 +133,7 @@ def enable_tree_execution(module: Any) -> None:
     config = module.config
     for field, accepted in (
         ("window_size", None),
+        ("softmax_type", "vanilla"),
         ("multi_latent_attention", False),
         ("mtp_num_layers", None),
     ):
