@@ -6,7 +6,6 @@ per line of its standard input, so that a restart costs seconds. On its standard
 """
 
 import os
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -25,7 +24,8 @@ def main() -> None:
         if pid == 0:
             with EngineServer(model, forest={"state_dir": state}) as server:
                 report(pid=os.getpid(), url=server.url)
-                signal.pause()
+                os.read(0, 1)  # ends with the process that asked for the server
+            os._exit(0)
         os.waitpid(pid, 0)
         report(dead=pid)
 
