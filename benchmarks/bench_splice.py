@@ -111,6 +111,9 @@ class _Base:
         self._tokenizer = tokenizer
         self.elsewhere_s = 0.0
 
+    def get_mm_processor(self) -> Any:
+        raise ValueError("a model of text has none")
+
     async def render_chat_async(
         self, conversations: list[Any], chat_params: Any, tok_params: Any, **_: Any
     ) -> Any:
