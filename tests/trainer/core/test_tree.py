@@ -60,12 +60,14 @@ def test_every_shared_token_is_there_once_and_sees_its_own_path(rows) -> None:
         for k in range(tree.total):
             ancestor = at[k][0] == at[q][0] and at[q][1][: len(at[k][1])] == at[k][1]
             assert (k <= q < tree.last_T[k]) == ancestor
-    # Nodes cover the layout, and their rows run through them.
+    # Nodes cover the layout, and a row that enters one runs through it.
     assert [node.start for node in tree.nodes] == [0, *(n.end for n in tree.nodes)][:-1]
     for node in tree.nodes:
-        path = tree.paths[node.row]
-        stop = node.depth + node.end - node.start
-        assert path[node.depth : stop].tolist() == list(range(node.start, node.end))
+        stretch = list(range(node.start, node.end))
+        through = [path for path in tree.paths if node.end - 1 in path]
+        assert through
+        for path in through:
+            assert path[node.depth : node.depth + len(stretch)].tolist() == stretch
     assert len(tree.nodes) < 2 * max(1, len(rows))
 
 
@@ -83,7 +85,7 @@ def test_gathered_arrays_follow_the_layout(rows) -> None:
 
 def test_a_stretch_without_a_branch_is_one_node() -> None:
     rows = [(0, (1, 2)), (0, (1, 2, 3)), (0, (1, 2, 3)), (0, (1, 2, 3, 4, 5))]
-    assert [tuple(node) for node in tree_of(rows).nodes] == [(0, 5, 0, 5, 3)]
+    assert [tuple(node) for node in tree_of(rows).nodes] == [(0, 5, 0, 5)]
 
 
 def test_rows_share_inside_their_scope_only() -> None:

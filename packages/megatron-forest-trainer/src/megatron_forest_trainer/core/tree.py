@@ -136,8 +136,6 @@ class Node(NamedTuple):
     """Tokens before the stretch on its path."""
     last: int
     """End of the descendants of its tokens."""
-    row: int
-    """A row whose path the stretch is on."""
 
 
 @dataclass(frozen=True)
@@ -199,9 +197,9 @@ def build_tree(lengths: Sequence[int], trie: TrieOrder) -> Tree:
         own = lengths[row] - shared
         if own and path and path[-1].end == start:
             # The row goes on where the one before it ended: still the same stretch.
-            path[-1] = path[-1]._replace(end=start + own, row=row)
+            path[-1] = path[-1]._replace(end=start + own)
         elif own:
-            path.append(Node(start, start + own, shared, last=0, row=row))
+            path.append(Node(start, start + own, shared, last=0))
         start += own
     closed += [node._replace(last=start) for node in path]
     return Tree(tuple(lengths), trie, tuple(sorted(closed)))

@@ -71,8 +71,6 @@ class Microbatch:
     """Segment boundaries of a packed microbatch; None for a grid."""
     edges: Edges
     rows: tuple[RowInput, ...]
-    sequence_length: int
-    """Tokens of one line over all context-parallel ranks."""
     media: MediaBatch | None = None
     """Images, on the pipeline stage that reads them; None without images."""
     routes: torch.Tensor | None = None
@@ -137,7 +135,6 @@ class Collator:
             packed=self._packed_params(layout),
             edges=edges,
             rows=tuple(rows),
-            sequence_length=layout.total // (1 if self.packed else len(rows)),
             media=media,
             routes=self._routes(rows, layout),
         )

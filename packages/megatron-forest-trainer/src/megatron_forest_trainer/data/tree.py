@@ -110,7 +110,6 @@ class TreeCollator:
             packed=self._params(tree, layout, depths[0]),
             edges=edges,
             rows=tuple(rows),
-            sequence_length=layout.total,
             media=media,
             routes=self._routes(rows, tree, layout),
         )
@@ -177,7 +176,7 @@ def attention_parts(tree: Tree, layout: Layout) -> list[Part]:
     """
     nodes = list(tree.nodes)
     if layout.total > tree.total:
-        nodes.append(Node(tree.total, layout.total, 0, layout.total, row=-1))
+        nodes.append(Node(tree.total, layout.total, 0, layout.total))
     causal: list[Part] = []
     whole: list[Part] = []
     local = 0

@@ -66,11 +66,6 @@ class Edges:
             }
         )
 
-    @property
-    def trained(self) -> int:
-        """Edges that count in the loss normaliser."""
-        return int(np.count_nonzero(self.weight_E))
-
 
 @dataclass(frozen=True, slots=True)
 class EdgeTensors:
