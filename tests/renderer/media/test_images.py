@@ -256,7 +256,7 @@ def test_a_tool_result_may_hold_an_image(episode):
 
 def test_an_image_in_a_function_output_of_responses(episode):
     call = {"type": "function_call", "call_id": "call_1", "name": "shoot", "arguments": "{}"}
-    output = [{"type": "input_image", "image_url": data_url(1), "detail": "auto"}]
+    output = [{"type": "input_image", "image_url": data_url(1)}]
     source = [
         {"role": "user", "content": "Take a picture."},
         call,

@@ -22,7 +22,10 @@ Tensors = Mapping[str, NDArray[Any]]
 
 
 class MediaCache:
-    """Least recently used tensors by the digest of their content, bounded by their bytes."""
+    """Least recently used tensors by the digest of their content.
+
+    Bounded by their own bytes; images of one call can be views of one larger batch.
+    """
 
     def __init__(self, sink: DeltaSink, *, capacity_bytes: int) -> None:
         self._sink = sink

@@ -105,12 +105,25 @@ class ResponsesAdapter:
 
 
 def _for_vllm(item: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy (vLLM's validators edit what they are given) without uuids of media."""
+    """A copy (vLLM's validators edit what they are given) without uuids of media, and with the
+    default detail of images, which vLLM asks for.
+    """
     copied = dict(item)
     for key in ("content", "output"):
         if key in copied:
-            copied[key] = without_uuids(copied[key])
+            copied[key] = _with_detail(without_uuids(copied[key]))
     return copied
+
+
+def _with_detail(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    return [
+        {"detail": "auto", **part}
+        if isinstance(part, dict) and part.get("type") == "input_image"
+        else part
+        for part in content
+    ]
 
 
 def _events(full: dict[str, Any]) -> Iterator[dict[str, Any]]:
