@@ -50,6 +50,12 @@ LAYOUTS = {
     "context": (2, 1, "packed", CONTEXT),
     "forest": (1, 1, "forest", FOREST),
     "forest-expert-recompute": (2, 2, "forest", FOREST | EXPERT | RECOMPUTE),
+    "forest-sequence-expert-pipeline-recompute": (
+        4,
+        1,
+        "forest",
+        FOREST | SEQUENCE | EXPERT | PIPELINE | RECOMPUTE,
+    ),
 }
 """Name -> (ranks, data-parallel ranks, form, configuration)."""
 
@@ -89,7 +95,7 @@ def oracle(mixture):
 def test_replay_matches_the_per_call_oracle(mixture, oracle, layout):
     ranks, data_parallel, form, overrides = LAYOUTS[layout]
     shape = (
-        ForestShape(data_parallel=ranks, max_tokens=48, across_rollouts=True, routed=True)
+        ForestShape(data_parallel=data_parallel, max_tokens=48, across_rollouts=True, routed=True)
         if form == "forest"
         else shape_of(form, data_parallel)
     )
