@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from forest_schema import Reason, SchemaError
+from forest_schema import CallRecord, Reason, SchemaError
 from megatron_forest_trainer.config import load_config
 from megatron_forest_trainer.controller import archive, journal
 from megatron_forest_trainer.controller.archive import SnapshotRefused
@@ -22,12 +22,14 @@ from megatron_forest_trainer.controller.tasks import TaskStream, load_tasks
 from megatron_forest_trainer.core.errors import IntegrityError
 from megatron_forest_trainer.core.filters import Decision
 from megatron_forest_trainer.core.metrics import TokenErrors
+from megatron_forest_trainer.core.types import Finalized
 from megatron_forest_trainer.logging_.records import read_records
 from megatron_forest_trainer.store import open_reader
 from vllm_forest_renderer.errors import AttemptError
 
 from tests.support.byte_model import make_byte_model
 from tests.support.engine import wait_until
+from tests.support.forests import Forest
 from tests.support.scripted_server import ScriptedServer
 from tests.trainer.controller.training import ForkedRun, write_config
 
@@ -293,4 +295,24 @@ def test_a_rollout_of_another_mode_is_refused(
         open_reader(store_path=server.store) as reader,
         pytest.raises(SnapshotRefused, match="rollout r was saved with"),
     ):
-        recover(run, None, reader, forest_training=True, row_multiple=1)
+        recover(run, None, reader, forest_training=True, row_multiple=1, require_routes=False)
+
+
+@pytest.mark.requirement("J6", "F11")
+def test_a_saved_rollout_without_routes_is_refused_where_they_are_required(tmp_path: Path) -> None:
+    forest = Forest(mixture=(1, 1, 4))
+    routed, dense = forest.call(), forest.call(routed=False)
+
+    def saved(selected: CallRecord) -> archive.RolloutSnapshot:
+        finalized = Finalized(
+            group_id="g0", rollout_id="r0", attempt_id="att_0", selected=(selected.call_id,)
+        )
+        archive.save_rollout(
+            tmp_path, forest.receipt(), {}, 0.0, finalized, step=1, task_position=0,
+            forest_training=True,
+        )  # fmt: skip
+        return archive.read_rollout(archive.rollout_file(tmp_path, "r0"))
+
+    archive.check_routes(saved(routed))
+    with pytest.raises(SnapshotRefused, match=f"{dense.call_id} has no routed experts"):
+        archive.check_routes(saved(dense))

@@ -251,6 +251,22 @@ def check_mode(
         )
 
 
+def check_routes(snapshot: RolloutSnapshot) -> None:
+    """Refuse a verified rollout with a selected call that has no routed experts.
+
+    Raises `SnapshotRefused`.
+    """
+    if snapshot.reason is not None:
+        return
+    for record in snapshot.receipt.calls:
+        if record.call_id in snapshot.selected and record.routes is None:
+            raise SnapshotRefused(
+                f"rollout {snapshot.rollout_id}: call {record.call_id} has no routed experts, and "
+                "policy.router_replay.on_missing_routes is mask; continue with the setting that "
+                "the run began with, or with live"
+            )
+
+
 def replay(snapshot: RolloutSnapshot, reader: DeltaReader) -> Finalized:
     """The rollout as it was finalised, verified again from its tensors.
 

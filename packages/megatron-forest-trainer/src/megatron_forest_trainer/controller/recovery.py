@@ -130,6 +130,7 @@ def recover(
     *,
     forest_training: bool,
     row_multiple: int,
+    require_routes: bool,
 ) -> Recovered:
     """What to continue with after the steps of `state` (None: from the initial weights).
 
@@ -154,6 +155,8 @@ def recover(
                 saved_forest=snapshot.forest_training,
                 forest_training=forest_training,
             )
+            if require_routes:
+                archive.check_routes(snapshot)
             used.add(snapshot.receipt.attempt_id)
             rollouts[snapshot.rollout_id] = Rollout(
                 rollout_id=snapshot.rollout_id,

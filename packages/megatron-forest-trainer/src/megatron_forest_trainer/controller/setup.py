@@ -133,7 +133,14 @@ def recovered(setup: Setup, reader: StoreReader) -> Recovered:
         reader,
         forest_training=setup.config.token_capture.forest_training,
         row_multiple=setup.shape.row_multiple,
+        require_routes=_require_routes(setup.config),
     )
+
+
+def _require_routes(config: Config) -> bool:
+    """A rollout with a call that has no routed experts is masked."""
+    replay = config.policy.router_replay
+    return replay.enabled and replay.on_missing_routes == "mask"
 
 
 def make_loop(
@@ -148,7 +155,6 @@ def make_loop(
 ) -> GrpoLoop:
     """The loop, ready to run."""
     config = setup.config
-    replay = config.policy.router_replay
     observer = ProgressObserver(
         reporter, config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
     )
@@ -159,7 +165,7 @@ def make_loop(
         forest_training=config.token_capture.forest_training,
         on_evidence_error=config.token_capture.on_evidence_error,
         row_multiple=setup.shape.row_multiple,
-        require_routes=replay.enabled and replay.on_missing_routes == "mask",
+        require_routes=_require_routes(config),
     )
     failure = config.async_rl.rollout_failure
     collector = StepCollector(
