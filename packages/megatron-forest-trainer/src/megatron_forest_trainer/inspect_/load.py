@@ -126,7 +126,10 @@ def load_reports(
         except (SchemaError, msgspec.MsgspecError) as error:
             raise InspectError(f"{file}: {error}") from error
     if not reports:
-        raise InspectError(f"{path}: no rollout matches")
+        raise InspectError(
+            f"{path}: no rollout matches; there are {len(files)} files of rollouts, "
+            f"{files[0].name} to {files[-1].name}"
+        )
     return reports
 
 

@@ -69,7 +69,9 @@ def qualify(
     """Try every rule on the model's renderer. Raises what vLLM raises for a bad directory."""
     plugin.wrap_renderers()
     if not (model / "config.json").is_file():
-        raise FileNotFoundError(f"{model} has no config.json: not a model directory")
+        raise FileNotFoundError(
+            f"{model} has no config.json: give a model directory, not the name of one on a hub"
+        )
     renderer = compat.offline_renderer(
         str(model), tokenizer_mode=tokenizer_mode, trust_remote_code=trust_remote_code
     )
