@@ -146,7 +146,13 @@ def test_an_interrupted_run_ends_at_once(
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text('{"last": "wait"}\n' * 4)
     running = subprocess.Popen(
-        command(config), cwd=REPOSITORY, env=environment(), stderr=subprocess.PIPE, text=True
+        command(config),
+        cwd=REPOSITORY,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background jobs, this test perhaps among them, are started to ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         wait_until(lambda: server.open_now == 4, 120)
