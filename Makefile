@@ -53,8 +53,7 @@ smoke: wheels    ## Run the smoke tests of both sides on older supported vLLMs, 
 bench: $(VENV)/.bench ## Run the benchmarks (OUT=dir keeps the figures there, ARGS=--write updates the docs)
 	$(BIN)/python -m benchmarks.run --out $(OUT) $(ARGS)
 
-$(VENV)/.bench: $(VENV)/.ready requirements/bench.txt requirements/bench-peers.txt
-	$(BIN)/python -m pip install -r requirements/bench.txt
+$(VENV)/.bench: $(VENV)/.ready requirements/bench-peers.txt
 	$(BIN)/python -m pip install --no-deps -r requirements/bench-peers.txt
 	touch $@
 

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = [name for name in ("matplotlib", "renderers") if find_spec(name) is None]
     if missing:
         advice = (
-            f"{' and '.join(missing)} not installed: pip install -r requirements/bench.txt && "
+            f"{' and '.join(missing)} not installed: pip install -r requirements/dev.txt && "
             "pip install --no-deps -r requirements/bench-peers.txt"
         )
         if options.write:

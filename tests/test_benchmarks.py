@@ -84,7 +84,6 @@ def test_a_run_is_kept(run, tmp_path):
 
 
 def test_documentation_is_written(run, tmp_path):
-    pytest.importorskip("matplotlib")
     (tmp_path / "docs").mkdir()
     for page in ("README.md", "docs/benchmarks.md"):
         (tmp_path / page).write_text((ROOT / page).read_text())
@@ -110,6 +109,5 @@ def test_a_page_without_markers_is_refused(tmp_path):
 
 
 def test_a_run_without_curves_has_no_plot(run, tmp_path):
-    pytest.importorskip("matplotlib")
     plot(run.figures[:1], tmp_path / "plot.svg")
     assert not (tmp_path / "plot.svg").exists()

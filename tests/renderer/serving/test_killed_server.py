@@ -70,14 +70,16 @@ class Servers:
     """Serving processes over one state directory, one at a time."""
 
     def __init__(self, model: Path, state: Path) -> None:
-        self._forker = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.server_process", str(model), str(state)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=Path(__file__).parents[3],
-        )
+        self._log = state / "servers.log"
+        with self._log.open("w") as log:
+            self._forker = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.server_process", str(model), str(state)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=Path(__file__).parents[3],
+            )
         self.url = ""
         self._pid = 0
 
@@ -116,9 +118,9 @@ class Servers:
         for line in self._forker.stdout:
             if line.startswith("{"):  # vLLM prints, too
                 fact = json.loads(line)
-                assert key in fact
+                assert key in fact, self._log.read_text()[-4000:]
                 return fact
-        raise AssertionError("the serving process did not start")
+        raise AssertionError(self._log.read_text()[-4000:])
 
 
 @pytest.fixture
