@@ -84,11 +84,21 @@ class Servers:
         self._pid = 0
 
     def start(self) -> httpx.Client:
-        """A client of the control routes of the next server."""
+        """A client of the control routes of the next server.
+
+        An engine that does not come up is tried once more, unless the plugin had a part in it.
+        """
         assert self._forker.stdin is not None
-        self._forker.stdin.write("start\n")
-        self._forker.stdin.flush()
-        fact = self._fact("pid")
+        for last in (False, True):
+            logged = self._log.stat().st_size
+            self._forker.stdin.write("start\n")
+            self._forker.stdin.flush()
+            fact = self._fact("pid", "dead")
+            if "pid" in fact:
+                break
+            told = self._log.read_bytes()[logged:].decode(errors="replace")
+            assert not last, told
+            assert "vllm_forest_renderer" not in told, told
         self._pid, self.url = fact["pid"], fact["url"]
         return httpx.Client(
             base_url=f"{self.url}/v1/forest/control",
@@ -113,12 +123,12 @@ class Servers:
         self._forker.stdin.close()
         self._forker.wait(30)
 
-    def _fact(self, key: str) -> Any:
+    def _fact(self, *keys: str) -> Any:
         assert self._forker.stdout is not None
         for line in self._forker.stdout:
             if line.startswith("{"):  # vLLM prints, too
                 fact = json.loads(line)
-                assert key in fact, self._log.read_text()[-4000:]
+                assert not fact.keys().isdisjoint(keys), self._log.read_text()[-4000:]
                 return fact
         raise AssertionError(self._log.read_text()[-4000:])
 
