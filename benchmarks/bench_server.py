@@ -24,7 +24,7 @@ import pytest
 from benchmarks.conftest import Report
 from benchmarks.figures import Figure, Goal, figure
 from benchmarks.histories import MODEL, words
-from tests.support.engine import EngineServer
+from tests.support.engine import EngineServer, scripted_engine
 from tests.support.episodes import TOOLS
 from tests.support.models import CACHE, load_qwen3_tokenizer, make_qwen3_model
 
@@ -50,20 +50,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
     directory = CACHE / "qwen3-tiny-untied"
     if not (directory / "model.safetensors").is_file():
         make_qwen3_model(directory)
-    forced = "tests.support.forced:Forced"
-    with EngineServer(
+    with scripted_engine(
         directory,
+        tmp_path_factory.mktemp("state"),
         "--max-model-len", "8192",
         "--max-num-seqs", "32",
         "--kv-cache-memory-bytes", str(512 << 20),
         "--reasoning-parser", "qwen3",
         "--enable-auto-tool-choice",
         "--tool-call-parser", "hermes",
-        "--logits-processors", forced,
-        forest={
-            "state_dir": str(tmp_path_factory.mktemp("state")),
-            "reproducible_logits_processors": [forced],
-        },
     ) as running:  # fmt: skip
         yield running
 

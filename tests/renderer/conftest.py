@@ -1,13 +1,12 @@
 """One real engine for the whole session, with Qwen3's tokenizer and template."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.engine import EngineServer
+from tests.support.engine import EngineServer, scripted_engine
 from tests.support.episodes import Episode
 from tests.support.models import CACHE, load_qwen3_tokenizer, make_qwen3_model
 
@@ -34,19 +33,13 @@ def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(
     qwen3_dir: Path, prompts_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineServer]:
-    os.environ["FORCED_PROMPTS_FILE"] = str(prompts_file)
-    forced = "tests.support.forced:Forced"
-    with EngineServer(
+    with scripted_engine(
         qwen3_dir,
+        tmp_path_factory.mktemp("state"),
         "--reasoning-parser", "qwen3",
         "--enable-auto-tool-choice",
         "--tool-call-parser", "hermes",
-        "--logits-processors", forced,
-        forest={
-            "state_dir": str(tmp_path_factory.mktemp("state")),
-            # Forced leaves every request alone that does not ask for a script.
-            "reproducible_logits_processors": [forced],
-        },
+        prompts_file=prompts_file,
     ) as running:  # fmt: skip
         yield running
 

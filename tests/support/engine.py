@@ -18,6 +18,7 @@ from tests.support.thread_server import ThreadServer
 
 CONTROL_TOKEN = "test-control-token-0123456789"
 PLUGINS = "forest_renderer,forest_endpoints"
+FORCED = "tests.support.forced:Forced"
 
 T = TypeVar("T")
 
@@ -204,3 +205,22 @@ __all__: Sequence[str] = (
     "CONTROL_TOKEN", "PLUGINS", "EngineServer", "prepare_environment",
     "returns_routes_on_cpu", "server_arguments", "wait_until", "worker_prompts",
 )  # fmt: skip
+
+
+def scripted_engine(
+    model: Path, state_dir: Path, *extra: str, prompts_file: Path | None = None
+) -> EngineServer:
+    """A server whose generations a request may script (`tests.support.forced`).
+
+    The engine appends the prompt ids that it was given to `prompts_file`.
+    """
+    if prompts_file is not None:
+        os.environ["FORCED_PROMPTS_FILE"] = str(prompts_file)
+    return EngineServer(
+        model,
+        *extra,
+        "--logits-processors",
+        FORCED,
+        # Forced leaves every request alone that does not ask for a script.
+        forest={"state_dir": str(state_dir), "reproducible_logits_processors": [FORCED]},
+    )

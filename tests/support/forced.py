@@ -14,7 +14,6 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.interface import MoveDirectionality
 
 PROMPTS_FILE_VARIABLE = "FORCED_PROMPTS_FILE"
-NAME = "tests.support.forced:Forced"
 
 
 class Forced(LogitsProcessor):

@@ -1,17 +1,14 @@
 """One real engine with a vision-language model for the session."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.engine import EngineServer
+from tests.support.engine import EngineServer, scripted_engine
 from tests.support.episodes import Episode
 from tests.support.vision import vision_dir
-
-FORCED = "tests.support.forced:Forced"
 
 
 @pytest.fixture(scope="session")
@@ -23,15 +20,11 @@ def vision_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def vision_server(
     vision_prompts: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineServer]:
-    os.environ["FORCED_PROMPTS_FILE"] = str(vision_prompts)
-    with EngineServer(
+    with scripted_engine(
         vision_dir(),
+        tmp_path_factory.mktemp("vision-state"),
         "--limit-mm-per-prompt", '{"image": 16, "video": 0}',
-        "--logits-processors", FORCED,
-        forest={
-            "state_dir": str(tmp_path_factory.mktemp("vision-state")),
-            "reproducible_logits_processors": [FORCED],
-        },
+        prompts_file=vision_prompts,
     ) as running:  # fmt: skip
         yield running
 

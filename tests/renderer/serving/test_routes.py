@@ -1,6 +1,5 @@
 """Routed experts of a real engine, against a forward pass of transformers over the same tokens."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from forest_schema import CallRecord
 from forest_schema.routes import ROUTES
 from numpy.typing import NDArray
 
-from tests.support.engine import EngineServer, returns_routes_on_cpu
+from tests.support.engine import EngineServer, returns_routes_on_cpu, scripted_engine
 from tests.support.episodes import END, Episode
 from tests.support.models import make_qwen3_model, qwen3_moe_config
 
@@ -41,15 +40,12 @@ def moe_prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def moe_server(
     moe_dir: Path, moe_prompts_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineServer]:
-    os.environ["FORCED_PROMPTS_FILE"] = str(moe_prompts_file)
-    forced = "tests.support.forced:Forced"
-    with EngineServer(
-        moe_dir, "--enable-return-routed-experts", "--logits-processors", forced,
-        forest={
-            "state_dir": str(tmp_path_factory.mktemp("state")),
-            "reproducible_logits_processors": [forced],
-        },
-    ) as running:  # fmt: skip
+    with scripted_engine(
+        moe_dir,
+        tmp_path_factory.mktemp("state"),
+        "--enable-return-routed-experts",
+        prompts_file=moe_prompts_file,
+    ) as running:
         yield running
 
 

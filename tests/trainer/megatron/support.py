@@ -36,24 +36,26 @@ from numpy.typing import NDArray
 
 VOCAB = 61
 
+_TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rope_theta": 1e6,
+    "dtype": "float32",
+}
+"""Two layers with grouped queries."""
+
 
 def tiny_checkpoint(directory: Path, *, tied: bool = False, vocab: int = VOCAB) -> Path:
     """A random two-layer Qwen3 with grouped queries, saved as transformers saves it."""
     import transformers
 
     config = transformers.Qwen3Config(
-        vocab_size=vocab,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        rope_theta=1e6,
-        tie_word_embeddings=tied,
-        attention_bias=False,
-        dtype="float32",
+        vocab_size=vocab, tie_word_embeddings=tied, attention_bias=False, **_TINY
     )
     return _save_random(transformers.Qwen3ForCausalLM(config), directory)
 
@@ -76,19 +78,11 @@ def tiny_mixture(directory: Path) -> Path:
 
     config = transformers.Qwen3MoeConfig(
         vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
         moe_intermediate_size=24,
         num_experts=4,
         num_experts_per_tok=2,
         norm_topk_prob=True,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        rope_theta=1e6,
-        dtype="float32",
+        **_TINY,
     )
     return _save_random(transformers.Qwen3MoeForCausalLM(config), directory)
 

@@ -78,13 +78,12 @@ class Microbatch:
     None where routes are not replayed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Collator:
-    """Turns rows into microbatches of one form."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a collator's microbatches run, and what their model takes."""
 
-    packed: bool
     multiple: int = 1
-    """A slot is a multiple of this many tokens."""
+    """A slot, or a whole microbatch of tries, is a multiple of this many tokens."""
     context_ranks: int = 1
     context_rank: int = 0
     device: torch.device | str = "cpu"
@@ -94,6 +93,13 @@ class Collator:
     """False on a pipeline stage that has no vision tower: pixels are not prepared there."""
     routed: tuple[int, int] | None = None
     """(layers, experts per token) of the routes that are replayed; None replays none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collator(Placement):
+    """Turns rows into microbatches of one form."""
+
+    packed: bool
 
     def __call__(self, rows: Sequence[RowInput], *, training: bool) -> Microbatch:
         """The microbatch of `rows`. In a training microbatch only rows that train have edges.

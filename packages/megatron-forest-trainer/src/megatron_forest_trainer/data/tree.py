@@ -25,6 +25,7 @@ from megatron_forest_trainer.core.tree import (
 from megatron_forest_trainer.core.types import Row
 from megatron_forest_trainer.data.collate import (
     Microbatch,
+    Placement,
     RowInput,
     artificial_tokens,
     row_edges,
@@ -38,28 +39,16 @@ from megatron_forest_trainer.data.images import (
 )
 from megatron_forest_trainer.data.layout import PADDING_TOKEN, Layout, packed_layout
 from megatron_forest_trainer.loss.edges import concatenate
-from megatron_forest_trainer.model.hf_config import VisionShape
 from megatron_forest_trainer.model.tree import TreeSeqParams
 from megatron_forest_trainer.model.tree_kernels import Part
 
 
 @dataclass(frozen=True, slots=True)
-class TreeCollator:
+class TreeCollator(Placement):
     """Turns rows into microbatches of tries."""
 
     across_rollouts: bool
     """Rows of all rollouts of a prompt group share, not only those of one rollout."""
-    multiple: int = 1
-    """A microbatch has a multiple of this many tokens."""
-    context_ranks: int = 1
-    context_rank: int = 0
-    device: torch.device | str = "cpu"
-    vision: VisionShape | None = None
-    """What the model sees; None for a model that reads text only, which refuses images."""
-    reads_images: bool = True
-    """False on a pipeline stage that has no vision tower: pixels are not prepared there."""
-    routed: tuple[int, int] | None = None
-    """(layers, experts per token) of the routes that are replayed; None replays none."""
 
     def __call__(self, rows: Sequence[RowInput], *, training: bool) -> Microbatch:
         """The microbatch of `rows`, none of them a padding row.
