@@ -3,7 +3,8 @@
 Guarantees: the rows of a delta join its parent's without gap or overlap. An engine has no row for
 the last token that it sampled, because no forward pass took that token in; so a call's rows start
 at its parent's last token, and the last token of a chain has none. Row counts are checked against
-the tokens, never cut or filled.
+the tokens, never cut or filled; a row is handed out only where it names different experts of the
+model.
 """
 
 from collections.abc import Mapping
@@ -60,7 +61,8 @@ class RouteInfo(msgspec.Struct, frozen=True, kw_only=True):
     def read(self, delta: Mapping[str, NDArray[Any]], *, call_id: str) -> NDArray[Any]:
         """The rows of tokens `[first, end)`, `[end - first, layers, top_k]`.
 
-        Raises `ValueError` for a tensor that is not the one described here.
+        Raises `ValueError` for a tensor that is not the one described here, and for a row that
+        names an expert twice or one that does not exist.
         """
         routes = delta.get(ROUTES)
         shape = (self.rows, self.layers, self.top_k)
@@ -72,11 +74,27 @@ class RouteInfo(msgspec.Struct, frozen=True, kw_only=True):
                 f"{dtype}{list(shape)}"
             )
         rows = routes[: self.end - self.first]
-        if rows.size and int(rows.max()) >= self.experts:
-            raise ValueError(
-                f"call {call_id}: a route leads to expert {int(rows.max())} of {self.experts}"
-            )
+        self._check_experts(rows, call_id=call_id)
         return rows
+
+    def _check_experts(self, rows: NDArray[Any], *, call_id: str) -> None:
+        # Each comparison of all rows at once runs over contiguous memory.
+        experts_KN = np.ascontiguousarray(rows.reshape(-1, self.top_k).T)
+        wrong_N = (experts_KN >= self.experts).any(axis=0)
+        for apart in range(1, self.top_k):
+            wrong_N |= (experts_KN[apart:] == experts_KN[:-apart]).any(axis=0)
+        wrong_TL = wrong_N.reshape(rows.shape[:2])
+        if wrong_TL.any():
+            # An engine reports zeros for a layer without experts. Which layers have some is known
+            # to the model, whose replay refuses zeros there.
+            wrong_TL &= rows.any(axis=(0, 2))
+        if wrong_TL.any():
+            row, layer = np.argwhere(wrong_TL)[0].tolist()
+            raise ValueError(
+                f"call {call_id}: token {self.first + row}, layer {layer + 1}: "
+                f"{rows[row, layer].tolist()} are not {self.top_k} different experts of "
+                f"{self.experts}"
+            )
 
 
 def route_dtype(experts: int) -> np.dtype[Any]:

@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 from forest_schema import Reason
+from forest_schema.reasons import EFFECTS, Effect
 from forest_schema.routes import ROUTES
 from forest_schema.version import features_of
 from hypothesis import given
@@ -151,6 +152,22 @@ def test_rows_that_do_not_fit_stop_the_run(damage):
     (plan,) = build_rows([call], group_id="g0", rollout_id="r0")
     with pytest.raises(IntegrityError, match=f"call {call.call_id}: "):
         assemble(plan, Unverified(forest))
+
+
+@pytest.mark.requirement("XR2")
+@pytest.mark.parametrize("row", [[3, 3], [1, 8]], ids=["twice", "unknown"])
+def test_a_row_that_is_no_choice_of_experts_stops_the_run_before_a_row_exists(row):
+    forest = Forest(mixture=MIXTURE)
+    parent = forest.call(prompt=3, generated=4)
+    child = forest.call(parent)
+    forest.deltas[child.call_id][ROUTES][2, 1] = row
+    with pytest.raises(IntegrityError) as raised:
+        finalize_rollout(forest.receipt(), forest.result(parent, child), Unverified(forest))
+    # The child's rows begin at its parent's last token, which is token 6.
+    assert str(raised.value) == (
+        f"call {child.call_id}: token 8, layer 2: {row} are not 2 different experts of 8"
+    )
+    assert EFFECTS[raised.value.reason] is Effect.STOP_RUN
 
 
 @pytest.mark.requirement("XR2")

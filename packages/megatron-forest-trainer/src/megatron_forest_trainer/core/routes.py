@@ -2,8 +2,8 @@
 
 Guarantees: every token of a row has the experts that the engine used for it in that row's context,
 or -1 where none were captured; the row of a parent's last token comes from the child on this path,
-whose prefill took that token in. Sizes that contradict the records raise `IntegrityError`; nothing
-is cut or filled.
+whose prefill took that token in. Sizes that contradict the records, and rows that do not name
+different experts, raise `IntegrityError`; nothing is cut or filled.
 """
 
 from collections.abc import Mapping, Sequence

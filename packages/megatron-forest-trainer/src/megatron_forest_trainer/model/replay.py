@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from forest_schema import Reason
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
+from megatron_forest_trainer.core.errors import IntegrityError
 from megatron_forest_trainer.core.routes import MISSING
 from megatron_forest_trainer.model.checks import routers
 from megatron_forest_trainer.model.hf_config import UnsupportedModelError
@@ -123,7 +125,7 @@ class RoutingReplay:
     def load(self, routes: torch.Tensor) -> None:
         """Routes of the next microbatch, int32 `[b, s, layers, k]`, all -1 for a token without.
 
-        Raises `ValueError` for a row of a mixture's layer that names an expert twice, an expert
+        Raises `IntegrityError` for a row of a mixture's layer that names an expert twice, an expert
         that does not exist, or only some experts.
         """
         # Megatron's routers see [s, b] flattened, and under sequence parallelism a part of s.
@@ -145,7 +147,8 @@ class RoutingReplay:
         wrong |= (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1)
         wrong &= ~missing
         if bool(wrong.any()):
-            raise ValueError(
+            raise IntegrityError(
+                Reason.DIGEST_MISMATCH,
                 f"layer {number + 1}: the route {routes[wrong][0].tolist()} of a token is no "
-                f"choice of different experts of {self._experts}"
+                f"choice of different experts of {self._experts}",
             )
