@@ -72,6 +72,7 @@ def test_two_steps_with_replay(engine: EngineServer, model: Path, tmp_path: Path
         # The second step's rollouts come from the weights that the first one wrote.
         assert record["logical_rollouts"] == 4
         assert record["valid_rows"] == 8
+        assert record["live_routed_tokens"] == 0
         assert record["gen_kl_error"] < 1e-4  # type: ignore[operator]
         assert record["token_mult_prob_error"] < 1.01  # type: ignore[operator]
         assert record["grad_norm"] > 0  # type: ignore[operator]

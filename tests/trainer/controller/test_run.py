@@ -263,3 +263,17 @@ def test_the_forest_in_one_pass_takes_the_steps_of_the_rows(model: Path, tmp_pat
         assert rows["executed_tokens"] > forest["executed_tokens"]  # type: ignore[operator]
         for name in ("loss", "grad_norm", "gen_kl_error", "entropy", "retained_tokens"):
             assert forest[name] == pytest.approx(rows[name], rel=1e-4, abs=1e-7), name
+
+
+@pytest.mark.requirement("F11")
+def test_a_step_says_how_many_tokens_ran_without_replayed_routes(tmp_path: Path) -> None:
+    """A server that should report routes and captured none, and a run that trains all the same."""
+    mixture = make_byte_model(tmp_path / "mixture", mixture=True)
+    with ScriptedServer(tmp_path / "server", mixture, vocab=259) as server:
+        server.engine.features += ("routes",)
+        policy = {"router_replay": {"enabled": True, "on_missing_routes": "live"}}
+        run = ForkedRun(config_of(server, mixture, tmp_path, policy=policy), "grpo.max_num_steps=1")
+        assert run.wait() == 0, run.stderr
+    (record,) = read_records(tmp_path / "out")
+    # The last token of a row never has a route.
+    assert record["live_routed_tokens"] == record["row_tokens"] - record["valid_rows"]  # type: ignore[operator]

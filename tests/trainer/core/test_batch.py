@@ -321,11 +321,23 @@ def test_rollout_metrics_have_one_observation_per_rollout() -> None:
     }
 
 
+@pytest.mark.requirement("F11")
+def test_tokens_without_replayed_routes_are_counted_in_every_row() -> None:
+    forest = Forest(mixture=(2, 2, 8))
+    parent = forest.call(prompt=3, generated=4, routed=False)
+    calls = [parent, *(forest.call(parent, prompt=2, generated=3, routed=r) for r in (True, False))]
+    live = finalize_rollout(forest.receipt(), forest.result(*calls), forest.reader())
+    replayed = rollout_metrics([live, masked("g", "r1")], [1.0, 0.0], replayed=True)
+    # Both rows have the parent's tokens; the first child brings a route for the last of them.
+    assert replayed["live_routed_tokens"] == 6 + (7 + 4)
+    assert "live_routed_tokens" not in rollout_metrics([live], [1.0])
+
+
 def test_every_metric_is_documented() -> None:
     groups = [group("g", [1, 0], [rollout("g", "r0"), rollout("g", "r1")])]
     batch = plan_batch(0, groups, rules(2), ONE_BY_ONE)
     names = {
-        **rollout_metrics([o.rollout for o in groups[0].outcomes], [1.0, 0.0]),
+        **rollout_metrics([o.rollout for o in groups[0].outcomes], [1.0, 0.0], replayed=True),
         **batch_metrics(groups, batch),
         **error_metrics([TokenErrors(tokens=1, mult=1.0)]),
     }

@@ -60,6 +60,7 @@ def mixtures(draw):
 def test_rows_agree_with_the_token_by_token_oracle(forest):
     for row in rows_of(forest):
         expected = slow_routes(forest, row)
+        assert row.plan.unrouted_tokens == (expected[:-1] == -1).all(axis=(1, 2)).sum()
         if row.routes_TLK is None:
             assert (expected == -1).all()
             continue

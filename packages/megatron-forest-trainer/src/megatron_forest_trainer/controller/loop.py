@@ -108,6 +108,7 @@ class GrpoLoop:
             batch=batch,
             row_errors=row_errors,
             stats=stats,
+            replayed=self.config.policy.router_replay.enabled,
             rollout_s=rollouts_done - started,
             train_s=done - rollouts_done,
             step_s=done - started,

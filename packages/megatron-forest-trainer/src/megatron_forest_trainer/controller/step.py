@@ -154,16 +154,21 @@ def step_record(
     batch: Batch,
     row_errors: Mapping[str, TokenErrors],
     stats: StepStats,
+    replayed: bool,
     rollout_s: float,
     train_s: float,
     step_s: float,
 ) -> dict[str, Value]:
-    """The step's record. Times are seconds of wall clock; `step_s` is the whole step."""
+    """The step's record.
+
+    Times are seconds of wall clock; `step_s` is the whole step. `replayed`: captured routes were
+    replayed.
+    """
     outcomes = [outcome for group in groups for outcome in group.outcomes]
     finalized = [outcome.rollout for outcome in outcomes]
     rewards = [outcome.reward for outcome in outcomes]
     metrics = {
-        **rollout_metrics(finalized, rewards),
+        **rollout_metrics(finalized, rewards, replayed=replayed),
         **batch_metrics(groups, batch),
         **error_metrics(list(row_errors.values())),
     }

@@ -90,11 +90,12 @@ def error_metrics(rows: Sequence[TokenErrors]) -> dict[str, float]:
 
 
 def rollout_metrics(
-    finalized: Sequence[Finalized], rewards: Sequence[float | None]
+    finalized: Sequence[Finalized], rewards: Sequence[float | None], *, replayed: bool = False
 ) -> dict[str, float]:
     """Generation statistics of a step: one observation per logical rollout, before any filter.
 
-    `rewards[i]` is the reward of `finalized[i]`; None (no reward) is left out of the mean.
+    `rewards[i]` is the reward of `finalized[i]`; None (no reward) is left out of the mean. With
+    `replayed`, where captured routes are replayed, the tokens that have none are counted.
     """
     metrics: dict[str, float] = {"logical_rollouts": float(len(finalized))}
     if finalized:
@@ -106,6 +107,9 @@ def rollout_metrics(
             "unique_tokens": float(sum(r.unique_tokens for r in finalized)),
             "row_tokens": float(sum(r.row_tokens for r in finalized)),
         }
+    if replayed:
+        unrouted = sum(row.unrouted_tokens for rollout in finalized for row in rollout.rows)
+        metrics["live_routed_tokens"] = float(unrouted)
     known = [reward for reward in rewards if reward is not None]
     if known:
         metrics |= {"reward/mean": float(np.mean(known)), "reward/std": float(np.std(known))}

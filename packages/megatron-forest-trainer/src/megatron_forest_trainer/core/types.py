@@ -91,6 +91,12 @@ class RowPlan(msgspec.Struct, frozen=True, array_like=True):
         """Loss targets of this row."""
         return sum(span.end - span.start for span in self.spans if span.owned)
 
+    @property
+    def unrouted_tokens(self) -> int:
+        """Tokens without captured routes, but for the last one, which never has any."""
+        routed = (call.routes.end - call.routes.first for call in self.path if call.routes)
+        return self.length - 1 - sum(routed)
+
 
 class Finalized(msgspec.Struct, frozen=True, kw_only=True):
     """A logical rollout after verification: all of its rows, or none and the reason."""
