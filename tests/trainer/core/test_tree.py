@@ -1,5 +1,6 @@
 """The trie of rows against one that is built token by token."""
 
+import tracemalloc
 from collections.abc import Sequence
 
 import numpy as np
@@ -111,3 +112,22 @@ def test_shared_prefixes_are_found_in_the_captured_tokens(across_rollouts: bool)
     scopes = [merge_scope(row.plan, across_rollouts=across_rollouts) for row in in_order]
     trie = trie_order(merge_keys(in_order), scopes)
     assert trie == (tuple(range(4)), found.shared)
+
+
+def test_planning_holds_the_experts_of_one_group_twice() -> None:
+    mixture = layers, top_k, _ = 40, 4, 16
+    groups, length = 3, 256
+    plans = []
+    forest = Forest(mixture=mixture)
+    for number in range(groups):
+        rows = [forest.call(prompt=length - 1, generated=1) for _ in range(4)]
+        plans += build_rows(rows, group_id=f"g{number}", rollout_id="r")
+    reader = forest.reader()
+    tracemalloc.start()
+    try:
+        found = shared_prefixes(plans, reader, across_rollouts=True, routed=True)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(found.row_ids) == 4 * groups
+    assert peak < 2.5 * (4 * length * layers * top_k * 4)

@@ -57,7 +57,7 @@ def merge_keys(rows: Sequence[Row], *, routed: bool = False) -> list[NDArray[np.
             routes_TLK = row.routes_TLK
             if routes_TLK is None:
                 routes_TLK = np.full((len(row.tokens_T), *min(shapes)), MISSING, np.int32)
-            own.append(routes_TLK.astype("<i4").reshape(len(routes_TLK), -1))
+            own.append(routes_TLK.astype("<i4", copy=False).reshape(len(routes_TLK), -1))
     return [np.concatenate([column.view(np.uint8) for column in own], axis=1) for own in columns]
 
 
@@ -120,8 +120,10 @@ def shared_prefixes(
     row_ids: list[str] = []
     shared: list[int] = []
     for scope, members in scopes.items():
-        keys = merge_keys([assemble(plan, reader) for plan in members], routed=routed)
-        found = trie_order(keys, [scope] * len(keys))
+        found = trie_order(
+            merge_keys([assemble(plan, reader) for plan in members], routed=routed),
+            [scope] * len(members),
+        )
         row_ids += (members[row].row_id for row in found.order)
         shared += found.shared
     return SharedPrefixes(tuple(row_ids), tuple(shared))
