@@ -45,6 +45,15 @@ def server(tmp_path: Path, model: Path) -> Iterator[ScriptedServer]:
         yield running
 
 
+SETTINGS: Any = {
+    "forest_training": True,
+    "row_multiple": 1,
+    "require_routes": False,
+    "on_evidence_error": "mask",
+}
+"""What `recover` compares saved rollouts with."""
+
+
 def config_of(
     server: ScriptedServer, model: Path, tmp_path: Path, *, save_period: int = 1, **sections: Any
 ) -> Path:
@@ -295,7 +304,7 @@ def test_a_rollout_of_another_mode_is_refused(
         open_reader(store_path=server.store) as reader,
         pytest.raises(SnapshotRefused, match="rollout r was saved with"),
     ):
-        recover(run, None, reader, forest_training=True, row_multiple=1, require_routes=False)
+        recover(run, None, reader, **SETTINGS)
 
 
 @pytest.mark.requirement("J6", "F11")
@@ -316,3 +325,67 @@ def test_a_saved_rollout_without_routes_is_refused_where_they_are_required(tmp_p
     archive.check_routes(saved(routed))
     with pytest.raises(SnapshotRefused, match=f"{dense.call_id} has no routed experts"):
         archive.check_routes(saved(dense))
+
+
+@pytest.mark.requirement("J1", "J6", "F11")
+@pytest.mark.parametrize(
+    ("reason", "masks", "lifts", "key"),
+    [
+        (
+            Reason.MISSING_ROUTES,
+            {"require_routes": True},
+            {"require_routes": False},
+            "policy.router_replay.on_missing_routes",
+        ),
+        (
+            Reason.EVIDENCE_ERROR,
+            {"on_evidence_error": "mask"},
+            {"on_evidence_error": "raise"},
+            "token_capture.on_evidence_error",
+        ),
+    ],
+    ids=["routes", "evidence"],
+)
+def test_a_rollout_runs_again_once_its_mask_is_lifted(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    reason: Reason,
+    masks: dict[str, Any],
+    lifts: dict[str, Any],
+    key: str,
+) -> None:
+    """Its sibling, which no key masked, stays as it was judged."""
+    run = RunDirectory.open(tmp_path / "run", resume=True)
+    folder = run.rollouts(1)
+    judged = {"r0": reason, "r1": Reason.CAPTURE_PENDING}
+    finalized = []
+    journal.append(folder, journal.GroupBegun("g0", 5))
+    for rollout_id, why in judged.items():
+        forest = Forest(attempt_id=f"att_{rollout_id}", rollout_id=rollout_id)
+        forest.call()
+        receipt = msgspec.structs.replace(forest.receipt(), calls=())
+        journal.append(folder, journal.AttemptOpened(rollout_id, receipt.attempt_id))
+        finalized.append(
+            Finalized(
+                group_id="g0", rollout_id=rollout_id, attempt_id=receipt.attempt_id, reason=why
+            )
+        )
+        archive.save_rollout(
+            folder, receipt, {}, 0.0, finalized[-1], step=1, task_position=5, forest_training=True
+        )
+    archive.save_group(
+        folder, finalized, step=1, group_id="g0", task_position=5, row_multiple=1,
+        forest_training=True,
+    )  # fmt: skip
+    reader = Forest().reader()
+
+    left = recover(run, None, reader, **SETTINGS | masks)
+    assert {name: rollout.finalized.reason for name, rollout in left.rollouts.items()} == judged
+    assert (left.abandoned, len(archive.read_groups(folder))) == ((), 1)
+    with caplog.at_level("INFO"):
+        left = recover(run, None, reader, **SETTINGS | lifts)
+    assert list(left.rollouts) == ["r1"]
+    assert (left.abandoned, left.positions) == (("att_r0",), {"g0": 5})
+    assert archive.read_groups(folder) == []
+    told = f"rollout r0 was masked ({reason}) and runs again: {key} no longer masks it"
+    assert told in caplog.messages

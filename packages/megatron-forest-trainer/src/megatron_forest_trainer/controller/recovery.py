@@ -3,8 +3,9 @@
 Guarantees: a run continues from its newest complete checkpoint, or from its initial weights;
 finished rollouts of later steps are used again exactly when every weight version that generated
 them is part of the continued history, so that nothing is trained twice in it and nothing usable is
-lost; groups take the tasks that they had taken; attempts that cannot be used again are deleted. A
-checkpoint of another schema, forest mode, row multiple or run is refused before anything starts.
+lost; one that was masked and that the configuration would mask no longer runs again; groups take
+the tasks that they had taken; attempts that cannot be used again are deleted. A checkpoint of
+another schema, forest mode, row multiple or run is refused before anything starts.
 """
 
 import logging
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-from forest_schema import SNAPSHOT_SCHEMA
+from forest_schema import SNAPSHOT_SCHEMA, Reason
 from forest_schema.version import check_message_version
 
 from megatron_forest_trainer.controller import archive, journal
@@ -28,6 +29,7 @@ from megatron_forest_trainer.controller.run_dir import (
 )
 from megatron_forest_trainer.core.types import DeltaReader
 from megatron_forest_trainer.durable import write_whole
+from megatron_forest_trainer.finalize import OnEvidenceError
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +133,7 @@ def recover(
     forest_training: bool,
     row_multiple: int,
     require_routes: bool,
+    on_evidence_error: OnEvidenceError,
 ) -> Recovered:
     """What to continue with after the steps of `state` (None: from the initial weights).
 
@@ -155,6 +158,16 @@ def recover(
                 saved_forest=snapshot.forest_training,
                 forest_training=forest_training,
             )
+            lifted = _lifted_by(snapshot, require_routes, on_evidence_error)
+            if lifted is not None:
+                logger.info(
+                    "rollout %s was masked (%s) and runs again: %s no longer masks it",
+                    snapshot.rollout_id,
+                    snapshot.reason,
+                    lifted,
+                )
+                path.unlink()
+                continue
             if require_routes:
                 archive.check_routes(snapshot)
             used.add(snapshot.receipt.attempt_id)
@@ -206,3 +219,14 @@ def _usable(snapshot: RolloutSnapshot, completed: int) -> bool:
     versions = {span.version for call in snapshot.receipt.calls for span in call.weight_spans}
     steps = [version_step(version) for version in versions]
     return all(step is not None and step <= completed for step in steps)
+
+
+def _lifted_by(
+    snapshot: RolloutSnapshot, require_routes: bool, on_evidence_error: OnEvidenceError
+) -> str | None:
+    """The key that masked the rollout and would not today; None for any other rollout."""
+    if snapshot.reason is Reason.MISSING_ROUTES and not require_routes:
+        return "policy.router_replay.on_missing_routes"
+    if snapshot.reason is Reason.EVIDENCE_ERROR and on_evidence_error == "raise":
+        return "token_capture.on_evidence_error"
+    return None

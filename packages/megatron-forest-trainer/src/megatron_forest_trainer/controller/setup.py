@@ -134,6 +134,7 @@ def recovered(setup: Setup, reader: StoreReader) -> Recovered:
         forest_training=setup.config.token_capture.forest_training,
         row_multiple=setup.shape.row_multiple,
         require_routes=_require_routes(setup.config),
+        on_evidence_error=setup.config.token_capture.on_evidence_error,
     )
 
 
