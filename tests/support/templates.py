@@ -5,7 +5,7 @@ tokenizer is byte-level, so that every text has tokens, and knows the styles' co
 """
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,15 +118,6 @@ class Style:
     def text(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The template's rendering, generation prompt included."""
         return self.render_text([_decoded(message) for message in messages])
-
-    @property
-    def render(self) -> Callable[[Sequence[Any]], Awaitable[str]]:
-        """The rendering function that a prover asks."""
-
-        async def render(messages: Sequence[Any]) -> str:
-            return self.text(messages)
-
-        return render
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,39 @@ def test_what_the_engine_refuses_is_refused_before_the_admission(
     assert answer.headers["x-should-retry"] == "false"
     receipt = episode.server.receipt(episode.attempt)
     assert (receipt.calls, receipt.failures, receipt.pending) == ((), (), ())
+
+
+@pytest.mark.requirement("X20", "A24")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_queue_refuses_before_the_admission_and_holds_up_what_is_admitted(
+    episode: Episode, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = episode.server.engine.scheduler_config
+    url = f"{episode.server.base_url(episode.attempt)}/chat/completions"
+
+    def ask(number: int = 0) -> httpx.Response:
+        said = {"role": "user", "content": f"{number}: go on"}
+        body = {"model": "tiny", "messages": [said], "max_tokens": 8, "stream": stream}
+        return httpx.post(url, json=body, timeout=60)
+
+    for limit in ("max_num_queued_reqs", "max_num_queued_tokens"):
+        with monkeypatch.context() as patch:
+            patch.setattr(limits, limit, 0)
+            refused = ask()
+            assert refused.status_code == 503, refused.text
+            assert refused.json()["error"]["type"] == "engine_error"
+            assert "x-should-retry" not in refused.headers  # a client may send it again
+    assert not episode.server.receipt(episode.attempt).failures
+    # All that find room are admitted together; the engine then takes them one by one.
+    monkeypatch.setattr(limits, "max_num_queued_reqs", 1)
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(ask, range(6)))
+    served = [answer for answer in answers if answer.status_code == 200]
+    assert served
+    assert {answer.status_code for answer in answers} <= {200, 503}
+    assert all("error" not in answer.text for answer in served)
+    receipt = episode.server.receipt(episode.attempt)
+    assert (len(receipt.calls), receipt.failures, receipt.pending) == (len(served), (), ())
 
 
 @pytest.mark.requirement("X20", "A24", "A20")

@@ -1,14 +1,24 @@
 """Reading only what a request adds gives what reading all of it gives."""
 
+import asyncio
 import copy
 import json
 from typing import Any
 
 import pytest
-from forest_schema.items import ItemError, normalize_chat
+from forest_schema.items import (
+    ItemError,
+    SourceHistory,
+    extend,
+    normalize_chat,
+    normalize_responses,
+    pieces,
+)
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm_forest_renderer.serving.chat import ChatAdapter
 from vllm_forest_renderer.serving.known_histories import KnownHistories
+from vllm_forest_renderer.serving.responses import ResponsesAdapter
 
 VALUE = st.sampled_from([None, "", "a", "b", 1, 1.0, True, 0, False, [], {}])
 CONTENT = st.one_of(
@@ -36,6 +46,26 @@ MESSAGE = st.one_of(
     ),
 )
 
+ITEM = st.one_of(
+    st.builds(lambda c: {"role": "user", "content": c}, st.sampled_from("ab")),
+    st.builds(
+        lambda c, i: {"type": "function_call_output", "call_id": i, "output": c},
+        st.sampled_from("ab"),
+        st.sampled_from("xy"),
+    ),
+    st.builds(
+        lambda i, a: {"type": "function_call", "call_id": i, "name": "f", "arguments": a},
+        st.sampled_from("xy"),
+        ARGUMENTS,
+    ),
+    st.builds(
+        lambda t: {"type": "reasoning", "summary": [{"type": "summary_text", "text": t}]},
+        st.sampled_from("ab"),
+    ),
+    st.builds(lambda c: {"role": "assistant", "content": c}, st.sampled_from(["", "a", "b"])),
+)
+INSTRUCTIONS = st.sampled_from([None, "", "be brief"])
+
 
 def parsed(messages: list[Any]) -> list[Any]:
     """As another request brings them: equal values, other objects."""
@@ -62,35 +92,128 @@ def requests(draw: Any) -> list[tuple[str, list[Any]]]:
     return made
 
 
+def normalized(known: KnownHistories, *request: Any) -> SourceHistory:
+    return asyncio.run(known.normalize(*request))
+
+
 @pytest.mark.requirement("A3", "C8", "X9")
 @given(requests(), st.sampled_from([0, 3, 1000]))
 def test_a_history_is_what_reading_it_all_gives(
     sent: list[tuple[str, list[Any]]], capacity: int
 ) -> None:
-    known = KnownHistories(capacity=capacity)
+    known = KnownHistories("chat", capacity=capacity)
     for attempt, messages in sent:
-        assert known.normalize(attempt, messages) == normalize_chat(parsed(messages))
+        assert normalized(known, attempt, messages) == normalize_chat(parsed(messages))
     assert known._held == sum(entry.characters for entry in known._known.values()) <= capacity
 
 
+@pytest.mark.requirement("A3", "C8", "X9")
+@given(st.lists(ITEM, max_size=8), st.lists(ITEM, max_size=8), INSTRUCTIONS, INSTRUCTIONS)
+def test_responses_items_and_instructions_too(
+    before: list[Any], added: list[Any], first: str | None, second: str | None
+) -> None:
+    # A request ends with an observation: no turn goes on in the next one.
+    items = [*before, {"role": "user", "content": "next"}]
+    known = KnownHistories("responses")
+    assert normalized(known, "one", items, first) == normalize_responses(parsed(items), first)
+    items = parsed([*items, *added])
+    assert normalized(known, "one", items, second) == normalize_responses(parsed(items), second)
+
+
+@pytest.mark.requirement("A3")
+@given(st.one_of(st.lists(MESSAGE), st.lists(ITEM)), st.integers(1, 4))
+def test_pieces_cut_no_turn(entries: list[Any], size: int) -> None:
+    api = "chat" if all(isinstance(entry.get("role"), str) for entry in entries) else "responses"
+    read = normalize_chat if api == "chat" else normalize_responses
+    history = read([])
+    for piece in pieces(entries, api=api, size=size):
+        assert piece
+        history = extend(history, piece, api=api)
+    assert history == read(entries)
+
+
+def test_the_event_loop_is_handed_back_while_a_long_history_is_read() -> None:
+    known = KnownHistories("chat")
+    messages = [{"role": "user", "content": str(number)} for number in range(1000)]
+
+    async def steps() -> int:
+        reading = asyncio.create_task(known.normalize("one", messages))
+        counted = 0
+        while not reading.done():
+            counted += 1
+            await asyncio.sleep(0)
+        return counted
+
+    assert asyncio.run(steps()) >= 1000 / 128
+
+
+def test_requests_of_one_attempt_may_be_read_at_once() -> None:
+    known = KnownHistories("chat")
+
+    async def both() -> list[SourceHistory]:
+        talks = [[{"role": "user", "content": word}] * 300 for word in ("a", "b")]
+        reading = [known.normalize("one", talk) for talk in talks]
+        return list(await asyncio.gather(*reading))
+
+    first, second = asyncio.run(both())
+    assert first.items[0] != second.items[0]
+    assert known._held == sum(entry.characters for entry in known._known.values()) == 1500
+
+
 def test_the_refusal_of_an_added_message_names_its_place() -> None:
-    known = KnownHistories()
+    known = KnownHistories("chat")
     first = {"role": "user", "content": "a"}
-    known.normalize("one", [first])
+    normalized(known, "one", [first])
     for _ in range(2):
         with pytest.raises(ItemError) as refused:
-            known.normalize("one", [first, {"role": "user", "content": 5}])
+            normalized(known, "one", [first, {"role": "user", "content": 5}])
         assert refused.value.param == "messages[1].content"
     # Nothing of a refused request is kept.
-    assert known.normalize("one", [first, first]) == normalize_chat([first, first])
+    assert normalized(known, "one", [first, first]) == normalize_chat([first, first])
 
 
 def test_a_growing_history_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_forest_renderer.serving import known_histories
-
-    known, messages = KnownHistories(), [{"role": "user", "content": "a"}]
-    known.normalize("one", messages)
-    monkeypatch.setattr(known_histories, "normalize_chat", None)
+    known, messages = KnownHistories("chat"), [{"role": "user", "content": "a"}]
+    normalized(known, "one", messages)
+    monkeypatch.setattr(known, "_whole", None)
     for turn in range(3):
         messages = parsed([*messages, {"role": "user", "content": f"{turn}"}])
-        known.normalize("one", messages)
+        normalized(known, "one", messages)
+
+
+@pytest.mark.requirement("A3", "C8")
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_what_is_remembered_is_not_edited_by_vllm(api: str) -> None:
+    """The request object, which vLLM's validators make and its renderers change, is another."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"k": 1}'}}
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}, "uuid": "u"}
+    body: dict[str, Any]
+    if api == "chat":
+        adapter: Any = ChatAdapter(None, default_model="tiny", incremental=True)
+        body = {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}, image]},
+                {"role": "assistant", "content": None, "reasoning": "r", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "c", "content": "out"},
+            ]
+        }
+        sent = body["messages"]
+    else:
+        adapter = ResponsesAdapter(None, default_model="tiny")
+        body = {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+                {"type": "reasoning", "summary": [{"type": "summary_text", "text": "r"}]},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"k": 1}'},
+                {"type": "message", "role": "assistant",
+                 "content": [{"type": "output_text", "text": "b"}]},
+                {"type": "function_call_output", "call_id": "c", "output": "out"},
+            ]
+        }  # fmt: skip
+        sent = body["input"]
+    before = copy.deepcopy(sent)
+    prepared = asyncio.run(adapter.prepare(body, "one"))
+    for entry in prepared.request.messages if api == "chat" else prepared.request.input:
+        if isinstance(entry, dict):
+            entry.clear()
+    assert adapter._known._known["one"].entries == before

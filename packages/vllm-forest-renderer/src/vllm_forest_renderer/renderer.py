@@ -10,8 +10,8 @@ import asyncio
 import dataclasses
 import functools
 import importlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from forest_schema.reasons import Reason
 
@@ -32,7 +32,15 @@ from vllm_forest_renderer.resolution import (
     verify_candidate,
 )
 from vllm_forest_renderer.resolution.source_history import SUFFIX_ROLES
-from vllm_forest_renderer.splice import NotProvable, Tail, TailProver
+from vllm_forest_renderer.splice import (
+    NotProvable,
+    Proof,
+    Tail,
+    TailProver,
+    answered,
+    answered_async,
+)
+from vllm_forest_renderer.template_sandbox import quicken_chat_templates
 
 _MEDIA_KEYS = ("multi_modal_data", "multi_modal_uuids")
 
@@ -114,7 +122,7 @@ class ForestRenderer:
         if candidate is not None:
             try:
                 return list(messages), await self._forest_continue(
-                    call, candidate, messages, Rendering(render, params)
+                    call, candidate, messages, params
                 )
             except NotProvable as error:
                 call.root_reason = error.reason
@@ -123,13 +131,12 @@ class ForestRenderer:
         return converted, prompt
 
     async def _forest_continue(
-        self, call: Call, candidate: Candidate, messages: list[Any], rendering: "Rendering"
+        self, call: Call, candidate: Candidate, messages: list[Any], params: Any
     ) -> Any:
         """Prompt of a continuation. Raises `NotProvable` and `ForestError`."""
         parent = candidate.parent
         tokens = await call.history_tokens(parent, call.calls)
-        tail = await self.forest_prover().prove(
-            rendering.text,
+        proof = self.forest_prover().prove(
             messages,
             _turn_count(messages, candidate, call),
             generated=tokens[len(tokens) - parent.generated_len :],
@@ -138,18 +145,56 @@ class ForestRenderer:
             stop_token_ids=parent.sampling.stop_token_ids,
             stopped_on_string=isinstance(parent.stop_reason, str),
         )
-        tail_tokens = await self._forest_tokenize(tail, call.tok_params)
-        call.predecessor = Predecessor(parent, candidate.used_null_empty_equivalence)
         captured = captured_media(parent, call.calls)
         sent, inherited = call.history.media(), call.history.media(candidate.item_count)
+        text_only = not sent and not captured
+        prove = self._forest_prove_text if text_only else self._forest_prove_media
+        tail, tail_tokens, media = await prove(proof, params, call.tok_params)
+        call.predecessor = Predecessor(parent, candidate.used_null_empty_equivalence)
         check_count(len(inherited), captured)
         self._forest_check_placeholders(tail.text, len(sent) - len(inherited))
-        if not sent and not captured:
+        if text_only:
             call.tail_tokens, call.prompt_tokens = tail_tokens, tokens + tail_tokens
             return compat.TokensPrompt(prompt_token_ids=call.prompt_tokens)
         call.retained, call.inherited_tokens = captured, tokens
         stand_ins = self.forest_media().stand_ins([old.occurrence.modality for old in captured])
-        return compat.TokensPrompt(prompt_token_ids=stand_ins + tail_tokens, **rendering.media)
+        return compat.TokensPrompt(prompt_token_ids=stand_ins + tail_tokens, **media)
+
+    async def _forest_prove_text(
+        self, proof: Proof[Tail], params: Any, tok_params: Any
+    ) -> "_Proven":
+        """One hand-over to vLLM's renderer thread for templates, proof and tokens."""
+        render: Any = super().render_messages  # type: ignore[misc]
+
+        def prove() -> _Proven:
+            tail = answered(proof, lambda asked: prompt_text(render(list(asked), params)[1]))
+            return _Proven(tail, self._forest_tokenize(tail, tok_params), {})
+
+        proven: _Proven = await self._forest_in_thread(prove)
+        return proven
+
+    async def _forest_prove_media(
+        self, proof: Proof[Tail], params: Any, tok_params: Any
+    ) -> "_Proven":
+        """On the event loop, where vLLM fetches media without holding up its renderer thread."""
+        render: Any = super().render_messages_async  # type: ignore[misc]
+        prompts: list[Any] = []
+
+        async def text(asked: Sequence[Any]) -> str:
+            _, prompt = await render(list(asked), params)
+            prompts.append(prompt)
+            return prompt_text(prompt)
+
+        tail = await answered_async(proof, text)
+        tokens = await self._forest_in_thread(
+            functools.partial(self._forest_tokenize, tail, tok_params)
+        )
+        # The first messages asked for are the request's own but for words.
+        media = {key: prompts[0][key] for key in _MEDIA_KEYS if key in prompts[0]}
+        return _Proven(tail, tokens, media)
+
+    async def _forest_in_thread(self, work: Callable[[], Any]) -> Any:
+        return await compat.in_renderer_thread(self, work)
 
     async def _forest_place_media(self, call: Call, engine_input: Any) -> None:
         """Splice a processed prompt and check every retained item. Raises `ForestError`."""
@@ -218,37 +263,32 @@ class ForestRenderer:
             )
         return self._prover
 
-    async def _forest_tokenize(self, tail: Tail, tok_params: Any) -> list[int]:
+    def _forest_tokenize(self, tail: Tail, tok_params: Any) -> list[int]:
         renderer: Any = self
         params = dataclasses.replace(tok_params, add_special_tokens=False)
-        prompt = await renderer._tokenize_prompt_async(
-            compat.TextPrompt(prompt=tail.anchor + tail.text), params
-        )
+        text = compat.TextPrompt(prompt=tail.anchor + tail.text)
+        prompt = renderer._tokenize_prompt(text, params)
         return self.forest_prover().tail_tokens(tail, prompt["prompt_token_ids"])
 
 
-class Rendering:
-    """Renders messages as text, and keeps the media that come with them."""
+class _Proven(NamedTuple):
+    """What follows a captured turn."""
 
-    def __init__(self, render: Any, params: Any) -> None:
-        self._render = render
-        self._params = params
-        self.media: dict[str, Any] = {}
-        """What a prompt of the first messages carries beside its text."""
-        self._first = True
+    tail: Tail
+    tokens: list[int]
+    """The tail's own."""
+    media: dict[str, Any]
+    """What a prompt of these messages carries beside its text."""
 
-    async def text(self, messages: Sequence[Any]) -> str:
-        """The template's text for `messages`. Raises `NotProvable`."""
-        _, prompt = await self._render(list(messages), self._params)
-        text = prompt.get("prompt") if isinstance(prompt, dict) else None
-        if not isinstance(text, str):
-            raise NotProvable(
-                "the renderer gives no text to find the turn in", Reason.RENDERER_NOT_QUALIFIED
-            )
-        if self._first:
-            self._first = False
-            self.media = {key: prompt[key] for key in _MEDIA_KEYS if key in prompt}
-        return text
+
+def prompt_text(prompt: Any) -> str:
+    """The text of a rendered prompt. Raises `NotProvable` where the renderer gives none."""
+    text = prompt.get("prompt") if isinstance(prompt, dict) else None
+    if not isinstance(text, str):
+        raise NotProvable(
+            "the renderer gives no text to find the turn in", Reason.RENDERER_NOT_QUALIFIED
+        )
+    return text
 
 
 def _turn_count(messages: Sequence[Any], candidate: Candidate, call: Call) -> int:
@@ -294,6 +334,7 @@ def __getattr__(name: str) -> type:
     if mode == name or mode not in wrapped:
         raise AttributeError(name)
     if mode not in _classes:
+        quicken_chat_templates()
         module, class_name = wrapped[mode]
         base = getattr(importlib.import_module(module), class_name)
         _classes[mode] = type(f"Forest{class_name}", (ForestRenderer, base), {})

@@ -11,7 +11,7 @@ reasoning, assistant message and function-call items form one turn, as vLLM conv
 is kept beside an item's fingerprint, because a client may send it back or leave it out.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from forest_schema.digests import source_digest
@@ -32,6 +32,7 @@ __all__ = [
     "normalize_chat",
     "normalize_responses",
     "output_evidence",
+    "pieces",
 ]
 
 
@@ -52,15 +53,31 @@ def normalize_responses(
 def extend(
     history: SourceHistory, output: Sequence[Mapping[str, Any]], *, api: str
 ) -> SourceHistory:
-    """`history` with the generated turn `output` behind it, as the next request would show it.
+    """`history` with the entries `output` behind it, as the next request would show them.
 
-    `api` is `chat` (`output` holds one assistant message) or `responses` (`output` holds the
-    response's items). Only the new items are read.
+    `output` may be a generated turn: one assistant message (`api` is `chat`) or the items of a
+    response (`responses`). Only the new entries are read. Raises `ItemError`.
     """
     reader = reader_of(api)
     reader.numbers.update(history.call_numbers)
     reader.count = history.call_count
     return _chained(history, reader.read(output), reader)
+
+
+def pieces(
+    entries: Sequence[Mapping[str, Any]], *, api: str, size: int
+) -> Iterator[Sequence[Mapping[str, Any]]]:
+    """`entries` in runs of `size` and what belongs to the last one's turn.
+
+    `extend` by one run after the other gives what `extend` by all of them gives.
+    """
+    reader, start = reader_of(api), 0
+    while start < len(entries):
+        stop = start + size
+        while stop < len(entries) and reader.joins(entries[stop]):
+            stop += 1
+        yield entries[start:stop]
+        start = stop
 
 
 def _chained(

@@ -92,6 +92,10 @@ class Reader(abc.ABC):
     def read(self, source: Any) -> list[SourceItem]:
         """Items of a request's or an output's entries."""
 
+    def joins(self, entry: Any) -> bool:
+        """Whether an entry may belong to the same item as the entry before it."""
+        return False
+
     def number(self, native_id: Any, param: str) -> int:
         """Number of a tool call that appears, from 1. Raises `ItemError`."""
         if not isinstance(native_id, str):
@@ -190,7 +194,7 @@ class ResponsesReader(Reader):
             if not isinstance(entry, MAPPING):
                 raise ItemError(Reason.MALFORMED_REQUEST, param, "must be an object")
             kind = entry.get("type") or ("message" if "role" in entry else None)
-            if kind in ("reasoning", "function_call") or entry.get("role") == "assistant":
+            if self.joins(entry):
                 turn = turn or _Turn()
                 self._turn_part(turn, entry, kind, param)
                 continue
@@ -201,6 +205,12 @@ class ResponsesReader(Reader):
         if turn is not None:
             items.append(turn.item())
         return items
+
+    def joins(self, entry: Any) -> bool:
+        """True for the parts of an assistant turn."""
+        return isinstance(entry, MAPPING) and (
+            entry.get("type") in ("reasoning", "function_call") or entry.get("role") == "assistant"
+        )
 
     def _turn_part(
         self, turn: _Turn, entry: Mapping[str, Any], kind: str | None, param: str

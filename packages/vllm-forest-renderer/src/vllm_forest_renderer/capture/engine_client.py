@@ -1,12 +1,13 @@
 """Proxy around vLLM's engine client that sees what the engine is given and gives back.
 
 Guarantees: outside a captured request everything is passed through untouched. Inside, what the
-engine would refuse is refused before the admission, by the engine's own checks; the call is
-admitted durably before the engine sees it; the engine is asked for the log-probability of every
-sampled token, and for the routed experts of the call's own tokens where it reports them; the
-outputs reach the caller unchanged but for these routes. One request makes one generation.
+engine would refuse is refused before the admission, by the engine's own checks and queue limits;
+the call is admitted durably before the engine sees it; the engine is asked for the log-probability
+of every sampled token, and for the routed experts of the call's own tokens where it reports them;
+the outputs reach the caller unchanged but for these routes. One request makes one generation.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -17,6 +18,9 @@ from vllm_forest_renderer.capture.generation import Generation
 from vllm_forest_renderer.capture.routes import first_row
 from vllm_forest_renderer.context import CURRENT, Call
 from vllm_forest_renderer.errors import ForestError
+
+_QUEUE_POLL_S = 0.1
+"""Pause before an admitted call asks a full queue again."""
 
 
 class CaptureClient:
@@ -55,7 +59,7 @@ class CaptureClient:
                 if keywords.get("reasoning_ended") is None:
                     keywords["reasoning_ended"] = _reasoning_ended(call)
                 generation = call.generation = Generation()
-                outputs = self._inner.generate(prompt, sampling_params, request_id, **keywords)
+                outputs = self._outputs(prompt, sampling_params, request_id, keywords)
                 try:
                     async for output in outputs:
                         generation.add(output)
@@ -64,9 +68,30 @@ class CaptureClient:
                 finally:
                     # Also aborts the engine's request where the capture or the caller gave up.
                     await outputs.aclose()
-        except ForestError as error:
+        except Exception as error:
             call.refusal = error
             raise
+
+    async def _outputs(
+        self, prompt: Any, sampling_params: Any, request_id: str, keywords: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        """The engine's outputs for an admitted call.
+
+        A queue that has filled up since the call was checked is waited for: refusing the call
+        would leave a failure of a request that any client sends again.
+        """
+        while True:
+            outputs = self._inner.generate(prompt, sampling_params, request_id, **keywords)
+            try:
+                async for output in outputs:
+                    yield output
+                return
+            except Exception as error:
+                if not compat.is_full_queue(error):
+                    raise
+            finally:
+                await outputs.aclose()
+            await asyncio.sleep(_QUEUE_POLL_S)
 
     async def _check(
         self,
@@ -90,7 +115,15 @@ class CaptureClient:
                 sampling_params.flat_logprobs = True
         sampling_params.routed_experts_prompt_start = first_row(call)
         try:
-            await compat.check_request(self._inner, prompt, sampling_params, request_id, keywords)
+            self._inner.check_admission(request_id=request_id)
+            await compat.check_request(
+                self._inner,
+                prompt,
+                sampling_params,
+                request_id,
+                keywords,
+                unchecked=call.tail_tokens,
+            )
         except Exception as error:
             refused = compat.create_error_response(error).error
             if refused.code >= 500:

@@ -26,8 +26,8 @@ from vllm_forest_renderer.qualify.report import (
     as_text,
 )
 from vllm_forest_renderer.qualify.rules import Rule, rules
-from vllm_forest_renderer.renderer import Rendering
-from vllm_forest_renderer.splice import NotProvable, TailProver
+from vllm_forest_renderer.renderer import prompt_text
+from vllm_forest_renderer.splice import NotProvable, TailProver, answered
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,7 +105,38 @@ class _Trial:
 
     def judge(self, rule: Rule) -> RuleReport:
         """What happens to calls like the rule's witness."""
-        return asyncio.run(self._judge(rule))
+        base: Any = type(self._renderer).__mro__[2]
+        params = compat.chat_params(self._template, list(rule.tools) or None)
+
+        def render(messages: Sequence[Any]) -> str:
+            _, prompt = base.render_messages(self._renderer, list(messages), params)
+            return prompt_text(prompt)
+
+        report = partial(RuleReport, rule=rule.name, asks=rule.asks)
+        try:
+            render(rule.messages)
+        except NotProvable as error:
+            return report(outcome=ROOT, reason=error.reason, detail=str(error))
+        except Exception as error:
+            return report(outcome=UNAVAILABLE, detail=str(error))
+        words = rule.messages[rule.count - 1].get("content") or "some words"
+        generated = list(self._tokenizer.encode(words, add_special_tokens=False))
+        if rule.complete and self._end_id is not None:
+            generated.append(self._end_id)
+        proof = self._prover.prove(
+            rule.messages,
+            rule.count,
+            generated=generated,
+            options=f"{rule.name}",
+            used_null_empty_equivalence=rule.equivalence,
+        )
+        try:
+            tail = answered(proof, render)
+            ids = self._tokenizer.encode(tail.anchor + tail.text, add_special_tokens=False)
+            tokens = self._prover.tail_tokens(tail, ids)
+        except NotProvable as error:
+            return report(outcome=ROOT, reason=error.reason, detail=str(error))
+        return report(outcome=SPLICED, tail=self._tokenizer.decode(tokens))
 
     def judge_images(self) -> Sequence[RuleReport]:
         """What happens to calls with images."""
@@ -117,35 +148,3 @@ class _Trial:
             ]
 
         return asyncio.run(judge())
-
-    async def _judge(self, rule: Rule) -> RuleReport:
-        base: Any = type(self._renderer).__mro__[2]
-        render = Rendering(
-            partial(base.render_messages_async, self._renderer),
-            compat.chat_params(self._template, list(rule.tools) or None),
-        ).text
-        report = partial(RuleReport, rule=rule.name, asks=rule.asks)
-        try:
-            await render(rule.messages)
-        except NotProvable as error:
-            return report(outcome=ROOT, reason=error.reason, detail=str(error))
-        except Exception as error:
-            return report(outcome=UNAVAILABLE, detail=str(error))
-        words = rule.messages[rule.count - 1].get("content") or "some words"
-        generated = list(self._tokenizer.encode(words, add_special_tokens=False))
-        if rule.complete and self._end_id is not None:
-            generated.append(self._end_id)
-        try:
-            tail = await self._prover.prove(
-                render,
-                rule.messages,
-                rule.count,
-                generated=generated,
-                options=f"{rule.name}",
-                used_null_empty_equivalence=rule.equivalence,
-            )
-            ids = self._tokenizer.encode(tail.anchor + tail.text, add_special_tokens=False)
-            tokens = self._prover.tail_tokens(tail, ids)
-        except NotProvable as error:
-            return report(outcome=ROOT, reason=error.reason, detail=str(error))
-        return report(outcome=SPLICED, tail=self._tokenizer.decode(tokens))

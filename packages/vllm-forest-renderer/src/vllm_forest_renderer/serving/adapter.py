@@ -4,7 +4,7 @@ Guarantees: an adapter has no state of its own and writes nothing; the exchange 
 same for every API.
 """
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,7 +37,7 @@ class ApiAdapter(Protocol):
     name: str
     """`chat` or `responses`."""
 
-    def prepare(self, body: dict[str, Any], attempt_id: str) -> Prepared:
+    async def prepare(self, body: dict[str, Any], attempt_id: str) -> Prepared:
         """Check and parse a request body of an attempt. Raises `ForestError`."""
         ...
 
@@ -89,13 +89,12 @@ class LiveStream(Protocol):
         ...
 
 
-def normalised(read: Any, *arguments: Any) -> SourceHistory:
-    """`read(*arguments)`, its refusals as `ForestError`."""
+async def normalised(reading: Awaitable[SourceHistory]) -> SourceHistory:
+    """The history that is read, its refusals as `ForestError`."""
     try:
-        history: SourceHistory = read(*arguments)
+        return await reading
     except ItemError as error:
         raise ForestError(error.reason, str(error), param=error.param) from error
-    return history
 
 
 def parsed(model: Any, body: Mapping[str, Any]) -> Any:

@@ -32,13 +32,13 @@ class ChatAdapter:
         self._serving = serving
         self._default_model = default_model
         self._incremental = incremental
-        self._known = KnownHistories()
+        self._known = KnownHistories("chat")
 
-    def prepare(self, body: dict[str, Any], attempt_id: str) -> Prepared:
+    async def prepare(self, body: dict[str, Any], attempt_id: str) -> Prepared:
         """See `ApiAdapter`."""
         check_fields(body)
         messages = check_messages(body.get("messages"))
-        history = normalised(self._known.normalize, attempt_id, messages)
+        history = await normalised(self._known.normalize(attempt_id, messages))
         request = parsed(
             compat.ChatCompletionRequest,
             {**body, "messages": [_for_vllm(message) for message in messages]},

@@ -39,7 +39,7 @@ class CapturedApi:
     async def handle(self, body: dict[str, Any], raw_request: Request) -> Response:
         """Answer one decoded request body."""
         try:
-            prepared, call = self._begin(body, raw_request)
+            prepared, call = await self._begin(body, raw_request)
             if body.get("stream"):
                 return await self._stream(call, prepared, body, raw_request)
             response = await self._answer(call, prepared, raw_request)
@@ -52,7 +52,7 @@ class CapturedApi:
     async def measure(self, body: dict[str, Any], raw_request: Request) -> Response:
         """Length of the prompt that generation would be given. Leaves nothing behind."""
         try:
-            prepared, call = self._begin(body, raw_request)
+            prepared, call = await self._begin(body, raw_request)
             error = await self._guarded(call, self._adapter.render(prepared.request))
             if error is not None:
                 raise Ended(self._upstream(call, error))
@@ -63,12 +63,12 @@ class CapturedApi:
         )
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
-    def _begin(self, body: dict[str, Any], raw_request: Request) -> tuple[Prepared, Call]:
+    async def _begin(self, body: dict[str, Any], raw_request: Request) -> tuple[Prepared, Call]:
         """Raises `Ended`."""
         try:
             attempt = raw_request.path_params["attempt"]
             calls = self._service.committed(attempt)
-            prepared = self._adapter.prepare(body, attempt)
+            prepared = await self._adapter.prepare(body, attempt)
             call = self._service.begin(
                 attempt,
                 api=self._adapter.name,
@@ -101,12 +101,9 @@ class CapturedApi:
         except asyncio.CancelledError as error:
             self._service.fail_in_background(call, error)
             raise
-        except ForestError as error:
-            await self._service.fail(call, error)
-            raise Ended(Failure.of(error, intent_written=_admitted(call))) from error
         except Exception as error:
             await self._service.fail(call, error)
-            raise Ended(self._upstream(call, compat.create_error_response(error))) from error
+            raise Ended(self._failure(call, error)) from error
 
     async def _answer(self, call: Call, prepared: Prepared, raw_request: Request) -> Any:
         """The captured response object. Raises `Ended`."""
@@ -131,6 +128,11 @@ class CapturedApi:
             call,
             asyncio.CancelledError() if cancelled else RuntimeError(response.error.message),
         )
+
+    def _failure(self, call: Call, error: Exception) -> Failure:
+        if isinstance(error, ForestError):
+            return Failure.of(error, intent_written=_admitted(call))
+        return self._upstream(call, compat.create_error_response(error))
 
     def _upstream(self, call: Call, response: Any) -> Failure:
         error = response.error
@@ -188,7 +190,7 @@ class CapturedApi:
         first = await self._guarded(call, anext(chunks))
         if call.refusal is not None:
             await self._service.fail(call, call.refusal)
-            raise Ended(Failure.of(call.refusal, intent_written=_admitted(call)))
+            raise Ended(self._failure(call, call.refusal))
         if call.call_id is None:
             raise Ended(Failure.upstream("the engine gave no output", 500, None,
                                          intent_written=False))  # fmt: skip
@@ -226,12 +228,7 @@ class CapturedApi:
         except Exception as error:
             reported = call.refusal or error
             await self._service.fail(call, reported)
-            failure = (
-                Failure.of(reported, intent_written=True)
-                if isinstance(reported, ForestError)
-                else self._upstream(call, compat.create_error_response(reported))
-            )
-            events.put_nowait(self._adapter.error_event(failure))
+            events.put_nowait(self._adapter.error_event(self._failure(call, reported)))
         finally:
             await chunks.aclose()
             events.put_nowait(None)

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 from fastapi import Request
-from forest_schema.items import normalize_responses
 from forest_schema.reasons import Reason
 
 from vllm_forest_renderer import compat
@@ -18,6 +17,7 @@ from vllm_forest_renderer.capture.record import Answer
 from vllm_forest_renderer.errors import ForestError
 from vllm_forest_renderer.serving.adapter import Prepared, normalised, parsed
 from vllm_forest_renderer.serving.answers import Failure
+from vllm_forest_renderer.serving.known_histories import KnownHistories
 from vllm_forest_renderer.serving.refusals import (
     check_fields,
     check_input,
@@ -35,8 +35,9 @@ class ResponsesAdapter:
         """`serving` is a copy of vLLM's serving object that generates through the proxy."""
         self._serving = serving
         self._default_model = default_model
+        self._known = KnownHistories("responses")
 
-    def prepare(self, body: dict[str, Any], attempt_id: str) -> Prepared:
+    async def prepare(self, body: dict[str, Any], attempt_id: str) -> Prepared:
         """See `ApiAdapter`."""
         check_fields(body)
         check_tools(body.get("tools"))
@@ -46,10 +47,12 @@ class ResponsesAdapter:
             raise ForestError(
                 Reason.MALFORMED_REQUEST, "instructions: must be a string", param="instructions"
             )
+        items = [{"role": "user", "content": source}] if isinstance(source, str) else source
+        history = await normalised(self._known.normalize(attempt_id, items, instructions))
         copied = source if isinstance(source, str) else [_for_vllm(item) for item in source]
         request = {**body, "input": copied, "stream": False, "store": False}
         return Prepared(
-            history=normalised(normalize_responses, source, instructions),
+            history=history,
             request=parsed(compat.ResponsesRequest, request),
             model=body.get("model") or self._default_model,
         )

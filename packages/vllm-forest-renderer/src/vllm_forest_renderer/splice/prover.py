@@ -1,13 +1,14 @@
-"""Drives the boundary proof: which renderings are asked for, and what is remembered.
+"""The boundary proof: which renderings it asks for, and what is remembered.
 
 Guarantees: the tail is read off a rendering of the real messages in which only the end of the
 captured turn carries a mark. How a turn of one shape ends is proven by a probe the first time
 (and checked against the unmarked rendering), and again whenever a rendering disagrees with what is
-remembered. One rendering per call is the usual cost.
+remembered. One rendering per call is the usual cost. A proof renders nothing itself, so that it
+runs wherever its renderings do.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
+from typing import TypeVar
 
 from forest_schema.reasons import Reason
 
@@ -30,8 +31,11 @@ from vllm_forest_renderer.splice.marks import (
     with_empty_content,
 )
 
-Render = Callable[[Sequence[Any]], Awaitable[str]]
-"""Text of the template for messages, generation prompt included."""
+_T = TypeVar("_T")
+
+Proof = Generator[Sequence[Message], str, _T]
+"""Yields messages, is sent the template's text for them (generation prompt included) or thrown
+what rendering them raised, and returns what it proves. Raises `NotProvable`."""
 
 _MAX_REMEMBERED = 4096
 
@@ -58,9 +62,8 @@ class TailProver:
         self._joints: dict[tuple[str, TurnShape], Joint] = {}
         self._equivalent: dict[str, bool] = {}
 
-    async def prove(
+    def prove(
         self,
-        render: Render,
         messages: Sequence[Message],
         count: int,
         *,
@@ -69,16 +72,16 @@ class TailProver:
         used_null_empty_equivalence: bool = False,
         stop_token_ids: Collection[int] = (),
         stopped_on_string: bool = False,
-    ) -> Tail:
+    ) -> Proof[Tail]:
         """What the template puts behind the captured turn `messages[count - 1]`.
 
         `generated` are the turn's captured tokens, `options` the digest of the render options.
         Raises `NotProvable`.
         """
         if used_null_empty_equivalence:
-            await self._qualify_equivalence(render, messages, options)
+            yield from self._qualify_equivalence(messages, options)
         mark = new_mark()
-        marked = await render(mark_turn(messages, count, mark))
+        marked = yield mark_turn(messages, count, mark)
         key = (options, turn_shape(messages, count))
         joint = self._joints.get(key)
         tail = None
@@ -88,9 +91,9 @@ class TailProver:
             except NotProvable:
                 joint = None
         if joint is None or tail is None:
-            joint = await self._probe(render, messages, count)
+            joint = yield from self._probe(messages, count)
             tail = tail_after_mark(marked, mark, joint)
-            if not (await render(messages)).endswith(tail):
+            if not (yield messages).endswith(tail):
                 raise NotProvable("the end of the turn changes what the template renders after it")
             if len(self._joints) >= _MAX_REMEMBERED:
                 self._joints.clear()
@@ -120,26 +123,24 @@ class TailProver:
             raise NotProvable("the closing token is not tokenized as the captured one")
         return list(tokens[1:])
 
-    async def _probe(self, render: Render, messages: Sequence[Message], count: int) -> Joint:
+    def _probe(self, messages: Sequence[Message], count: int) -> Proof[Joint]:
         mark, seen = new_mark(), new_mark()
         observed = replace_observation(messages, count, seen)
-        joint = joint_between(await render(mark_turn(observed, count, mark)), mark, seen)
+        joint = joint_between((yield mark_turn(observed, count, mark)), mark, seen)
         if not messages[count - 1].get("tool_calls"):
             return Joint("", joint)
         try:
-            content = await render(mark_turn(observed, count, mark, drop_calls=True))
+            content = yield mark_turn(observed, count, mark, drop_calls=True)
             content_joint = joint_between(content, mark, seen)
         except Exception:
             # A template may refuse a tool's output without the call; other evidence is tried.
             content_joint = None
         return split_joint(joint, content_joint, self._end_texts)
 
-    async def _qualify_equivalence(
-        self, render: Render, messages: Sequence[Message], options: str
-    ) -> None:
+    def _qualify_equivalence(self, messages: Sequence[Message], options: str) -> Proof[None]:
         if options not in self._equivalent:
-            null = await render(with_empty_content(messages, None))
-            empty = await render(with_empty_content(messages, ""))
+            null = yield with_empty_content(messages, None)
+            empty = yield with_empty_content(messages, "")
             if len(self._equivalent) >= _MAX_REMEMBERED:
                 self._equivalent.clear()
             self._equivalent[options] = null == empty
@@ -148,3 +149,37 @@ class TailProver:
                 "the template renders null and empty content differently",
                 Reason.RENDERER_NOT_QUALIFIED,
             )
+
+
+def answered(proof: Proof[_T], render: Callable[[Sequence[Message]], str]) -> _T:
+    """What a proof returns when `render` gives its renderings. Raises what the proof raises."""
+    try:
+        asked = next(proof)
+        while True:
+            try:
+                text = render(asked)
+            except Exception as error:
+                asked = proof.throw(error)
+            else:
+                asked = proof.send(text)
+    except StopIteration as done:
+        proven: _T = done.value
+        return proven
+
+
+async def answered_async(
+    proof: Proof[_T], render: Callable[[Sequence[Message]], Awaitable[str]]
+) -> _T:
+    """`answered` with renderings that are waited for."""
+    try:
+        asked = next(proof)
+        while True:
+            try:
+                text = await render(asked)
+            except Exception as error:
+                asked = proof.throw(error)
+            else:
+                asked = proof.send(text)
+    except StopIteration as done:
+        proven: _T = done.value
+        return proven
