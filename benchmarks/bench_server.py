@@ -7,6 +7,7 @@ generate the same tokens, then a tool's output. The routes take turns inside eve
 conversation, in changing order, so that other load meets all of them. Another process sends.
 """
 
+import asyncio
 import gc
 import json
 import subprocess
@@ -23,14 +24,14 @@ import pytest
 
 from benchmarks.conftest import Report
 from benchmarks.figures import Figure, Goal, figure
-from benchmarks.histories import MODEL, words
+from benchmarks.histories import MODEL, tool_rounds, words
 from tests.support.engine import EngineServer, scripted_engine
 from tests.support.episodes import TOOLS
 from tests.support.models import CACHE, load_qwen3_tokenizer, make_qwen3_model
 
 TURNS = 20
-CONVERSATIONS = {1: 2, 8: 1, 32: 1}
-"""Concurrent conversations -> how often they are held."""
+CASES = [(1, 0, 2), (8, 0, 1), (32, 0, 1), (1, 200, 1)]
+"""Concurrent conversations, rounds of tool calls before their first requests, how often held."""
 OBSERVATION = 100
 """Tokens of a tool's output."""
 CAPTURED, STOCK, PLAIN = "captured", "stock, logprobs=0", "stock, plain"
@@ -40,9 +41,9 @@ Load = Callable[[list[tuple[str, dict[str, Any]]]], dict[str, Any]]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "concurrent" in metafunc.fixturenames:
-        quick = metafunc.config.getoption("--quick")
-        metafunc.parametrize("concurrent", [2] if quick else CONVERSATIONS)
+    if "case" in metafunc.fixturenames:
+        cases = [(2, 4, 1)] if metafunc.config.getoption("--quick") else CASES
+        metafunc.parametrize("case", cases, ids=lambda case: "-".join(map(str, case)))
 
 
 @pytest.fixture(scope="session")
@@ -53,9 +54,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
     with scripted_engine(
         directory,
         tmp_path_factory.mktemp("state"),
-        "--max-model-len", "8192",
+        "--max-model-len", "32768",
         "--max-num-seqs", "32",
-        "--kv-cache-memory-bytes", str(512 << 20),
+        "--kv-cache-memory-bytes", str(1 << 30),
         "--reasoning-parser", "qwen3",
         "--enable-auto-tool-choice",
         "--tool-call-parser", "hermes",
@@ -83,13 +84,34 @@ def load() -> Iterator[Load]:
         given.close()
 
 
+@dataclass
+class Steps:
+    """CPU seconds of the steps of an event loop."""
+
+    requests: list[float] = field(default_factory=list)
+    outputs: list[float] = field(default_factory=list)
+    """Of the one task that takes the engine's outputs of all requests apart, which is vLLM's."""
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self.requests.clear()
+        self.outputs.clear()
+
+
+def _takes_outputs(handle: Handle) -> bool:
+    task = getattr(handle._callback, "__self__", None)  # type: ignore[attr-defined]
+    if not isinstance(task, asyncio.Task):
+        return False
+    return getattr(task.get_coro(), "__qualname__", "").endswith("output_handler")
+
+
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch, server: EngineServer) -> Iterator[list[float]]:
-    """CPU seconds of every step of the server's event loop, appended as they run.
+def steps(monkeypatch: pytest.MonkeyPatch, server: EngineServer) -> Iterator[Steps]:
+    """The steps of the server's event loop, appended as they run.
 
     Without Python's garbage collections: they meet every route, and a full one is the longest.
     """
-    taken: list[float] = []
+    taken = Steps()
     run, loop, thread = Handle._run, server._loop, server._thread
     begun = collecting = 0.0
 
@@ -106,9 +128,10 @@ def steps(monkeypatch: pytest.MonkeyPatch, server: EngineServer) -> Iterator[lis
         nonlocal collecting
         if self._loop is not loop:
             return run(self)
+        kind = taken.outputs if _takes_outputs(self) else taken.requests
         collecting, start = 0.0, time.thread_time()
         run(self)
-        taken.append(time.thread_time() - start - collecting)
+        kind.append(time.thread_time() - start - collecting)
         return None
 
     monkeypatch.setattr(Handle, "_run", timed_run)
@@ -134,7 +157,9 @@ class Route:
     cpu: list[float] = field(default_factory=list)
     """Milliseconds of CPU of the API server's process per request of each turn."""
     steps: list[float] = field(default_factory=list)
-    """Milliseconds of CPU of each step of the event loop."""
+    """Milliseconds of CPU of each step of the event loop that belongs to requests."""
+    outputs: list[float] = field(default_factory=list)
+    """Milliseconds of CPU of each step that takes the engine's outputs apart."""
 
 
 @dataclass
@@ -143,7 +168,7 @@ class Talks:
 
     tokenizer: Any
     load: Load
-    steps: list[float]
+    steps: Steps
 
     def turn(self, route: Route, number: int, *, measured: bool) -> None:
         """Ask every conversation's next turn at once, and append what comes back."""
@@ -181,7 +206,8 @@ class Talks:
             return
         route.rate.append(len(requests) / answer["seconds"])
         route.cpu.append(1e3 * cpu / len(requests))
-        route.steps += [1e3 * step for step in self.steps]
+        route.steps += [1e3 * step for step in self.steps.requests]
+        route.outputs += [1e3 * step for step in self.steps.outputs]
         for request in answer["requests"]:
             route.first.append(1e3 * request["first"])
             details = request["usage"].get("prompt_tokens_details") or {}
@@ -192,10 +218,11 @@ def test_conversations(
     report: Report,
     server: EngineServer,
     load: Load,
-    steps: list[float],
-    concurrent: int,
+    steps: Steps,
+    case: tuple[int, int, int],
     quick: bool,
 ) -> None:
+    concurrent, rounds, held = case
     stock = f"{server.url}/v1/chat/completions"
     routes = {
         CAPTURED: Route([]),
@@ -203,7 +230,7 @@ def test_conversations(
         PLAIN: Route([stock] * concurrent),
     }
     talks = Talks(load_qwen3_tokenizer(), load, steps)
-    turns, held = (3, 1) if quick else (TURNS, CONVERSATIONS[concurrent])
+    turns = 3 if quick else TURNS
 
     def converse() -> None:
         for talk in range(held):
@@ -214,7 +241,10 @@ def test_conversations(
             for name, route in routes.items():
                 # Their first words differ, so that no route finds another's prefix cached.
                 route.conversations = [
-                    [{"role": "user", "content": f"{name} {talk} {concurrent} {n}: go on"}]
+                    [
+                        {"role": "user", "content": f"{name} {talk} {case} {n}: go on"},
+                        *(tool_rounds(rounds, 10, OBSERVATION) if rounds else ()),
+                    ]
                     for n in range(concurrent)
                 ]
             for number in range(turns):
@@ -223,20 +253,23 @@ def test_conversations(
                     talks.turn(routes[name], number, measured=number > 0)
 
     report.benchmark.pedantic(converse, rounds=1)
-    for row, goals in _rows(routes, concurrent):
+    for row, goals in _rows(routes, concurrent, rounds):
         report.add(row, *goals)
 
 
-def _rows(routes: dict[str, Route], concurrent: int) -> Iterator[tuple[Figure, list[Goal]]]:
+def _rows(
+    routes: dict[str, Route], concurrent: int, rounds: int
+) -> Iterator[tuple[Figure, list[Goal]]]:
     def row(case: str, unit: str, of: Callable[[Route], list[float]], **labels: Any) -> Figure:
         peers = {name: of(route) for name, route in routes.items() if name != CAPTURED}
         return figure("Server", case, unit, of(routes[CAPTURED]), peers=peers, **labels)
 
+    case = f"{concurrent} conversations at once"
     rate = row(
-        f"{concurrent} conversations at once",
+        f"{case}, after {2 * rounds + 2} messages" if rounds else case,
         "requests/s",
         lambda route: route.rate,
-        x=concurrent,
+        x=None if rounds else concurrent,
         x_label="conversations at once",
         headline=f"{concurrent} tool conversations at once" if concurrent == 8 else "",
     )
@@ -245,14 +278,13 @@ def _rows(routes: dict[str, Route], concurrent: int) -> Iterator[tuple[Figure, l
     yield row("  time to first token", "ms", lambda route: route.first), []
     yield row("  cached tokens of a prompt", "tokens", lambda route: route.cached), []
     yield row("  CPU of the API server per request", "ms", lambda route: route.cpu), []
-    yield (
-        row("  event-loop step, 99.9th percentile", "ms", lambda route: [_high(route.steps)]),
-        [],
-    )
-    longest = row("  event-loop step, longest", "ms", lambda route: [max(route.steps)])
+    yield row("  event-loop step of a request, 99.9th percentile", "ms", _high), []
+    longest = row("  event-loop step of a request, longest", "ms", lambda route: [max(route.steps)])
     stock = max(other.spread.median for other in longest.others)
     yield longest, [Goal("2 ms above stock's", longest.ours.median - stock, 2.0)]
+    outputs = "  event-loop step that takes outputs apart, longest"
+    yield row(outputs, "ms", lambda route: [max(route.outputs)]), []
 
 
-def _high(values: list[float]) -> float:
-    return sorted(values)[int(len(values) * 0.999)]
+def _high(route: Route) -> list[float]:
+    return [sorted(route.steps)[int(len(route.steps) * 0.999)]]

@@ -52,7 +52,7 @@ def words(count: int, seed: int) -> str:
     return " ".join(random.Random(seed).choices(_WORDS, k=count))
 
 
-def _messages(calls: int, length: int, new: int) -> list[dict[str, Any]]:
+def tool_rounds(calls: int, length: int, new: int) -> list[dict[str, Any]]:
     """A question and `calls` rounds of reasoning, tool call and observation, the last of `new`
     tokens with its frame.
     """
@@ -110,7 +110,7 @@ def captured(
     request that continues them by `new` tokens.
     """
     length = max(1, (tokens - 130 - _TURN * calls) // (calls - 1))
-    messages = _messages(calls, length, new)
+    messages = tool_rounds(calls, length, new)
     shown = [
         {**message, "reasoning_content": message.get("reasoning")} for message in messages[:-1]
     ]
