@@ -176,6 +176,13 @@ def check_server(vllm_config: Any) -> None:
         )
 
 
+def generates_text(model_config: Any) -> bool:
+    """Whether the engine will offer vLLM's task `generate`, which it says itself once it runs."""
+    return model_config.runner_type == "generate" and not (
+        model_config.registry.is_transcription_only_model(model_config.architectures, model_config)
+    )
+
+
 def route_shape(vllm_config: Any) -> tuple[int, int, int] | None:
     """(layers, experts per token, experts) of the routed experts that the engine reports.
 

@@ -19,7 +19,7 @@ from vllm_forest_renderer import compat
 from vllm_forest_renderer.capture.engine_client import CaptureClient
 from vllm_forest_renderer.capture.routes import RouteShape
 from vllm_forest_renderer.capture.service import CaptureService
-from vllm_forest_renderer.config import ForestConfig, load_config, unknown_variables
+from vllm_forest_renderer.config import ForestConfig, unknown_variables
 from vllm_forest_renderer.control import ControlServices, control_router, load_token
 from vllm_forest_renderer.extensions import DELTA_SINKS, PREFIX_RESOLVERS, load_extension
 from vllm_forest_renderer.ledger import Ledger
@@ -31,6 +31,7 @@ from vllm_forest_renderer.serving.exchange import CapturedApi
 from vllm_forest_renderer.serving.reasoning import judging_on_tail
 from vllm_forest_renderer.serving.responses import ResponsesAdapter
 from vllm_forest_renderer.serving.router import serving_router, unknown_route
+from vllm_forest_renderer.startup import check_startup
 from vllm_forest_renderer.store.protocol import DeltaSink
 from vllm_forest_renderer.weights import EngineControl
 
@@ -90,15 +91,13 @@ class ForestEndpoints:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Open ledger and store. Raises what names the setting to change."""
-        compat.check_signatures()
         vllm_config = engine_client.vllm_config
-        compat.check_server(vllm_config)
+        config = check_startup(vllm_config)
         if not isinstance(engine_client.renderer, ForestRenderer):
             raise compat.UnsupportedVllm(
                 f"the renderer is not wrapped: the plugin {GENERAL_PLUGIN} is not active; "
                 f"{activation_advice()}"
             )
-        config = load_config(vllm_config.additional_config)
         for variable in unknown_variables():
             logger.warning("environment variable %s is not a setting", variable)
         model = args.served_model_name[0] if args.served_model_name else args.model

@@ -21,8 +21,8 @@ def _origin(entry: EntryPoint) -> str:
     return f"{distribution} ({entry.value})"
 
 
-def load_extension(group: str, name: str) -> Any:
-    """The object that `name` is registered for in `group`. Raises `ExtensionError`."""
+def find_extension(group: str, name: str) -> EntryPoint:
+    """The one entry point `name` of `group`, not loaded. Raises `ExtensionError`."""
     # One distribution that is visible twice on sys.path is not a conflict.
     found = {(entry.value, _origin(entry)): entry for entry in entry_points(group=group)
              if entry.name == name}  # fmt: skip
@@ -35,6 +35,12 @@ def load_extension(group: str, name: str) -> Any:
             f"{', '.join(sorted(origin for _, origin in found))}; uninstall one of them"
         )
     (entry,) = found.values()
+    return entry
+
+
+def load_extension(group: str, name: str) -> Any:
+    """The object that `name` is registered for in `group`. Raises `ExtensionError`."""
+    entry = find_extension(group, name)
     try:
         return entry.load()
     except Exception as error:
