@@ -19,14 +19,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from megatron_forest_trainer.config import ConfigError, load_config
 from rich.console import Console
+from rich.markup import escape
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from pictures.task import tasks as picture_tasks  # noqa: E402
 from toolbox.checks import failed_checks  # noqa: E402
-from toolbox.server import ServerFailed, serving  # noqa: E402
+from toolbox.server import ServerFailed, reserve, serving  # noqa: E402
 from toolbox.table import step_table  # noqa: E402
 from toolbox.task import tasks as box_tasks  # noqa: E402
 
@@ -94,15 +96,21 @@ def main(
     with (out / "tasks.jsonl").open("w", encoding="utf-8") as file:
         some = itertools.islice(example.tasks(TASK_SEED), TASKS)
         file.writelines(json.dumps(task) + "\n" for task in some)
+    config, server = example.folder / "config.yaml", reserve(out)
+    settings = {
+        **server.settings(),
+        "policy.model_name": str(model),
+        "data.train.data_path": str(out / "tasks.jsonl"),
+        "logger.log_dir": str(out),
+    }
+    overrides = [*(f"{key}={value}" for key, value in settings.items()), *overrides]
     try:
-        with serving(model, out, console, example.server_arguments) as server:
-            settings = {
-                **server.settings(),
-                "policy.model_name": str(model),
-                "data.train.data_path": str(out / "tasks.jsonl"),
-                "logger.log_dir": str(out),
-            }
-            status = _train(out, example.folder / "config.yaml", settings, ranks, overrides)
+        # The trainer would say the same, after a minute in which the server starts.
+        load_config(config, overrides, for_training=True)
+        with serving(server, model, out, console, example.server_arguments):
+            status = _train(out, config, ranks, overrides)
+    except ConfigError as error:
+        _fail(str(error))
     except ServerFailed as error:
         _fail(str(error))
     except KeyboardInterrupt:
@@ -124,14 +132,11 @@ def main(
     )
 
 
-def _train(
-    out: Path, config: Path, settings: dict[str, str], ranks: int, overrides: list[str]
-) -> int:
+def _train(out: Path, config: Path, ranks: int, overrides: list[str]) -> int:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         f"--nproc-per-node={ranks}", "-m", "megatron_forest_trainer.cli",
-        "grpo", "--config", str(config),
-        *(f"{key}={value}" for key, value in settings.items()), *overrides,
+        "grpo", "--config", str(config), *overrides,
     ]  # fmt: skip
     environment = {
         **os.environ,
@@ -160,7 +165,7 @@ def _shown(path: Path) -> Iterator[int | None]:
 
 
 def _fail(message: str) -> None:
-    console.print(f"[red]demo:[/red] {message}")
+    console.print(f"[red]demo:[/red] {escape(message)}", soft_wrap=True)
     raise typer.Exit(1)
 
 

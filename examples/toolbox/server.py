@@ -28,11 +28,16 @@ class ServerFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Server:
-    """A running server."""
+    """Where a server answers and what reaches it."""
 
-    url: str
+    port: int
     token_file: Path
     store: Path
+
+    @property
+    def url(self) -> str:
+        """Root of its routes."""
+        return f"http://127.0.0.1:{self.port}"
 
     def settings(self) -> dict[str, str]:
         """Configuration keys that reach it."""
@@ -43,19 +48,24 @@ class Server:
         }
 
 
-@contextlib.contextmanager
-def serving(model: Path, out: Path, console: Console, arguments: Sequence[str]) -> Iterator[Server]:
-    """Serve `model`, with the ledger and the store below `out`. Raises `ServerFailed`."""
-    token, token_file = secrets.token_urlsafe(32), out / "control_token"
+def reserve(out: Path) -> Server:
+    """A free port, a fresh control token and a store below `out`; nothing runs yet."""
+    token_file = out / "control_token"
     token_file.touch(mode=0o600)
-    token_file.write_text(token)
-    port = _free_port()
-    server = Server(f"http://127.0.0.1:{port}", token_file, out / "store")
+    token_file.write_text(secrets.token_urlsafe(32))
+    return Server(_free_port(), token_file, out / "store")
+
+
+@contextlib.contextmanager
+def serving(
+    server: Server, model: Path, out: Path, console: Console, arguments: Sequence[str]
+) -> Iterator[None]:
+    """Serve `model`, with the ledger and the log below `out`. Raises `ServerFailed`."""
     forest = {"state_dir": str(out / "state"), "store_dir": str(server.store)}
     command = [
         sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry",
         "--model", str(model), "--served-model-name", "tiny",
-        "--host", "127.0.0.1", "--port", str(port),
+        "--host", "127.0.0.1", "--port", str(server.port),
         "--dtype", "float32", "--enforce-eager",
         "--max-model-len", "1024", "--max-num-seqs", "32", "--block-size", "32",
         "--kv-cache-memory-bytes", str(256 << 20),
@@ -69,7 +79,7 @@ def serving(model: Path, out: Path, console: Console, arguments: Sequence[str]) 
     environment = {
         **os.environ,
         "VLLM_PLUGINS": "forest_renderer,forest_endpoints",
-        "FOREST_CONTROL_TOKEN": token,
+        "FOREST_CONTROL_TOKEN": server.token_file.read_text(),
         # Small on the CPU: one engine process without workers, no compiler, no hub.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -85,7 +95,7 @@ def serving(model: Path, out: Path, console: Console, arguments: Sequence[str]) 
             with console.status("starting vLLM"):
                 _wait_until_healthy(process, server.url, log)
             console.print(f"vLLM serves {model.name} at {server.url}")
-            yield server
+            yield
         finally:
             process.terminate()
             try:

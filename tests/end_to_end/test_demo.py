@@ -38,3 +38,16 @@ def test_the_demo_holds_its_own_gates_and_leaves_its_results(
     assert fewer == bool(options)
     assert (out / "table.txt").read_text().count("\n") > len(records)
     assert list((out / "store").rglob("*.safetensors"))
+
+
+@pytest.mark.requirement("K10", "L4")
+def test_a_wrong_override_is_refused_before_a_server_starts(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ended = subprocess.run(
+        [sys.executable, str(EXAMPLES / "toolbox" / "run.py"), "--out", str(out), "grpo.sed=7"],
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 1
+    assert "grpo.sed: unknown key; did you mean grpo.seed?" in ended.stdout
+    assert not (out / "server.log").exists()
