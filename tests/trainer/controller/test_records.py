@@ -11,6 +11,7 @@ from megatron_forest_trainer.logging_.records import (
     TensorBoardWriter,
     read_records,
 )
+from megatron_forest_trainer.logging_.step_line import step_line
 
 
 @pytest.mark.requirement("L3")
@@ -49,3 +50,28 @@ def test_tensorboard_holds_the_finite_numbers(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["reward/mean"]
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(3, 0.25)]
+
+
+@pytest.mark.requirement("L3")
+def test_the_console_line_of_a_step_is_read_at_a_glance() -> None:
+    record = {
+        "step": 12,
+        "reward/mean": 0.5123,
+        "loss": -0.01234,
+        "kl": 0.0,
+        "entropy": 1.5,
+        "gen_kl_error": 1.234e-13,
+        "token_mult_prob_error": 1.0000012,
+        "retained_tokens": 123456.0,
+        "step_seconds": 123.45,
+        "finalize/masked_rollouts": 1.0,
+        "dropped_prompt_groups": 2,
+    }
+    line = step_line(record, 100)
+    assert line == (
+        "step 12/100 | reward: 0.512 | loss: -1.23e-02 | gen KL: 1.2e-13 | TMPE: 1.00000 | "
+        "tokens: 123456 | time: 123.5 s | masked: 1 | dropped: 2"
+    )
+    assert "loss: -1.23e-02 | kl: 2.5e-03 | gen KL" in step_line({**record, "kl": 0.0025}, 100)
+    # Nobody gave a reward.
+    assert step_line({**record, "reward/mean": None}, 100).startswith("step 12/100 | loss")

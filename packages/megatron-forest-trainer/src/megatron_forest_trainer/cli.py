@@ -101,7 +101,10 @@ def _log_to_stderr(verbose: bool) -> None:
     else:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(
-            logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s")
+            logging.Formatter(
+                f"[%(asctime)s] rank {rank} %(levelname)s: %(message)s",
+                datefmt="%Y-%m-%d %H:%M:%S",
+            )
         )
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("megatron_forest_trainer").setLevel(

@@ -31,6 +31,7 @@ from megatron_forest_trainer.core.plan import BatchShape
 from megatron_forest_trainer.core.types import DeltaReader
 from megatron_forest_trainer.logging_.progress import Reporter
 from megatron_forest_trainer.logging_.records import RecordWriter, StepRecord
+from megatron_forest_trainer.logging_.step_line import step_line
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class GrpoLoop:
                 collected = await self._collecting.pop(step)
                 record = await self.train(step, collected, started)
                 self.writer.write(record)
-                _tell(record, last)
+                logger.info("%s", step_line(record, last))
                 await self.cleaner.step_done(step, collected.attempts)
                 if step % self.config.checkpointing.save_period == 0 or step == last:
                     await self.save_checkpoint()
@@ -176,28 +177,3 @@ class GrpoLoop:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._collecting.clear()
-
-
-def _tell(record: StepRecord, last: int) -> None:
-    def number(name: str, form: str) -> str:
-        value = record.get(name)
-        return "-" if value is None else format(value, form)
-
-    logger.info(
-        "step %s/%d: reward %s, rollouts %s, rows %s (+%s padding), "
-        "%s of %s row tokens run, dropped groups %s, "
-        "gen KL error %s, TMPE %s, grad norm %s, %s tokens/s",
-        record["step"],
-        last,
-        number("reward/mean", ".3f"),
-        number("logical_rollouts", ".0f"),
-        number("valid_rows", ".0f"),
-        number("padding_rows", ".0f"),
-        number("executed_tokens", ".0f"),
-        number("row_tokens", ".0f"),
-        number("dropped_prompt_groups", ".0f"),
-        number("gen_kl_error", ".2e"),
-        number("token_mult_prob_error", ".5f"),
-        number("grad_norm", ".3g"),
-        number("tokens_per_second", ".0f"),
-    )
