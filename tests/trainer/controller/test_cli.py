@@ -1,5 +1,7 @@
 """The command line refuses what cannot run, before anything starts."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,3 +31,19 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
     assert "token_capture.forest_training: true" in shown.output
     assert "did you mean grpo.seed?" in shown.output
     assert "server.url: is missing" in shown.output
+
+
+@pytest.mark.requirement("K10")
+def test_the_report_of_torchrun_ends_with_the_problems() -> None:
+    ended = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+            "-m", "megatron_forest_trainer", "grpo", "grpo.sed=7",
+        ],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    report = ended.stderr.rpartition("megatron_forest_trainer FAILED")[2]
+    assert "traceback : forest-train: the configuration has" in report
+    assert "grpo.sed: unknown key; did you mean grpo.seed?" in report
+    assert "server.url: is missing" in report

@@ -1,13 +1,15 @@
 """The command line: `forest-train grpo` and `forest-train inspect`.
 
 Guarantees: every problem of a configuration is printed at once, with the keys to change, before
-anything starts; a failure exits with a status other than 0 and one readable message.
+anything starts; a failure exits with a status other than 0 and one readable message, with which
+torchrun's own report of the failure ends.
 """
 
 import json
 import logging
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Annotated
@@ -113,7 +115,13 @@ def _log_to_stderr(verbose: bool) -> None:
 
 
 def _fail(message: str, *, status: int = 1) -> "typer.Exit":
-    typer.echo(f"forest-train: {message}", err=True)
+    text = f"forest-train: {message}"
+    typer.echo(text, err=True)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # What torchrun shows of a failed rank, last of all: the form of torch's `ErrorHandler`
+        # without a call stack. Written here, since importing torch takes seconds.
+        told = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": told}), encoding="utf-8")
     raise typer.Exit(status)
 
 
