@@ -138,7 +138,7 @@ class _Base:
 
 class _Renderer(ForestRenderer, _Base):
     def __init__(self, tokenizer: Any) -> None:
-        super().__init__(tokenizer)
+        _Base.__init__(self, tokenizer)  # there is no server to check
         self._prover = TailProver(
             added_tokens=tokenizer.get_added_vocab(),
             end_ids={tokenizer.eos_token_id},

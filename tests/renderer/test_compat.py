@@ -90,12 +90,10 @@ def test_registration_is_idempotent_and_wraps_every_renderer() -> None:
     plugin.register()
     registry = compat.RENDERER_REGISTRY
     for mode, (module, _) in registry.renderers.items():
-        assert module == "vllm_forest_renderer.startup"
+        assert module == "vllm_forest_renderer.renderer"
         assert plugin.wrapped[mode][0] != module
     renderer = registry.load_renderer_cls("hf")
-    assert [cls.__name__ for cls in renderer.__mro__[:5]] == [
-        "ForestHfRenderer",
-        "CheckedRenderer",
+    assert [cls.__name__ for cls in renderer.__mro__[:3]] == [
         "ForestHfRenderer",
         "ForestRenderer",
         "HfRenderer",

@@ -14,7 +14,7 @@ from vllm_forest_renderer import compat
 GENERAL_PLUGIN = "forest_renderer"
 ENDPOINT_PLUGIN = "forest_endpoints"
 
-_RENDERER_MODULE = "vllm_forest_renderer.startup"
+_RENDERER_MODULE = "vllm_forest_renderer.renderer"
 
 logger = logging.getLogger("vllm.forest")
 """A child of vLLM's logger, so that its format and level hold for us."""

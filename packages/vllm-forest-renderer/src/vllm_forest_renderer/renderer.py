@@ -40,6 +40,7 @@ from vllm_forest_renderer.splice import (
     answered,
     answered_async,
 )
+from vllm_forest_renderer.startup import check_startup, will_capture
 from vllm_forest_renderer.template_sandbox import quicken_chat_templates
 
 _MEDIA_KEYS = ("multi_modal_data", "multi_modal_uuids")
@@ -50,6 +51,12 @@ class ForestRenderer:
 
     _prover: TailProver | None = None
     _media: MediaFamily | None = None
+
+    def __init__(self, config: Any, tokenizer: Any) -> None:
+        """Raises what `check_startup` raises, for a server that will capture."""
+        if will_capture(config):
+            check_startup(config)
+        super().__init__(config, tokenizer)  # type: ignore[call-arg]
 
     async def render_chat_async(
         self,
@@ -178,19 +185,20 @@ class ForestRenderer:
     ) -> "_Proven":
         """On the event loop, where vLLM fetches media without holding up its renderer thread."""
         render: Any = super().render_messages_async  # type: ignore[misc]
-        prompts: list[Any] = []
+        first: Any = None
 
         async def text(asked: Sequence[Any]) -> str:
+            nonlocal first
             _, prompt = await render(list(asked), params)
-            prompts.append(prompt)
+            first = first or prompt
             return prompt_text(prompt)
 
         tail = await answered_async(proof, text)
         tokens = await self._forest_in_thread(
             functools.partial(self._forest_tokenize, tail, tok_params)
         )
-        # The first messages asked for are the request's own but for words.
-        media = {key: prompts[0][key] for key in _MEDIA_KEYS if key in prompts[0]}
+        # A probe leaves media out; the first messages asked for are the request's but for words.
+        media = {key: first[key] for key in _MEDIA_KEYS if key in first}
         return _Proven(tail, tokens, media)
 
     async def _forest_in_thread(self, work: Callable[[], Any]) -> Any:

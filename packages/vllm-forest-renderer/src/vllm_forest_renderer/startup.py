@@ -7,7 +7,6 @@ a renderer cannot see what it is made for, and an engine without such settings m
 never asked to capture.
 """
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,10 +14,6 @@ from vllm_forest_renderer import compat
 from vllm_forest_renderer.config import ForestConfig, load_config
 from vllm_forest_renderer.extensions import DELTA_SINKS, PREFIX_RESOLVERS, find_extension
 from vllm_forest_renderer.plugin import activation_advice
-
-_RENDERER_MODULE = "vllm_forest_renderer.renderer"
-
-_classes: dict[str, type] = {}
 
 
 def check_startup(vllm_config: Any) -> ForestConfig:
@@ -43,26 +38,3 @@ def will_capture(vllm_config: Any) -> bool:
         and activation_advice() is None
         and compat.generates_text(vllm_config.model_config)
     )
-
-
-class CheckedRenderer:
-    """Mixin in front of a hooked renderer."""
-
-    def __init__(self, config: Any, tokenizer: Any) -> None:
-        """Raises what `check_startup` raises, for a server that will capture."""
-        if will_capture(config):
-            check_startup(config)
-        super().__init__(config, tokenizer)  # type: ignore[call-arg]
-
-
-def __getattr__(name: str) -> type:
-    """`Forest_<mode>`: the hooked renderer of the mode behind the check.
-
-    vLLM resolves a registered renderer as an attribute of its module.
-    """
-    if not name.startswith("Forest_"):
-        raise AttributeError(name)
-    if name not in _classes:
-        hooked = getattr(importlib.import_module(_RENDERER_MODULE), name)
-        _classes[name] = type(hooked.__name__, (CheckedRenderer, hooked), {})
-    return _classes[name]
