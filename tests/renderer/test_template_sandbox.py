@@ -169,10 +169,14 @@ def test_qwen3_renders_the_same(
     assert rendered(QUICK, qwen3_template, **values) == rendered(OWN, qwen3_template, **values)
 
 
-def test_a_server_s_templates_are_compiled_for_it(tmp_path: Any) -> None:
+def test_a_server_s_templates_are_compiled_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_templates, "ImmutableSandboxedEnvironment", OWN.__class__)
+    monkeypatch.setattr(forest_renderer, "_classes", {})
+    template = "{{ messages[0].content }}"
+    chat_templates._compile_jinja_template(template)
     plugin.wrap_renderers()
     mode = next(iter(plugin.wrapped))
     assert issubclass(getattr(forest_renderer, f"Forest_{mode}"), compat.BaseRenderer)
-    compiled = chat_templates._compile_jinja_template("{{ messages[0].content }}")
+    compiled = chat_templates._compile_jinja_template(template)
     assert type(compiled.environment) is QuickSandbox
     assert compiled.render(messages=[{"content": "x"}]) == "x"

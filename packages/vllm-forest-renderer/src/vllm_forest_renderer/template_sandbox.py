@@ -58,3 +58,4 @@ def quicken_chat_templates() -> None:
     module: Any = importlib.import_module("transformers.utils.chat_template_utils")
     if getattr(module, "ImmutableSandboxedEnvironment", None) is ImmutableSandboxedEnvironment:
         module.ImmutableSandboxedEnvironment = QuickSandbox
+        module._compile_jinja_template.cache_clear()  # what was compiled before
