@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from vllm_forest_renderer import compat, plugin
+from vllm_forest_renderer import renderer as renderer_module
+from vllm_forest_renderer.renderer import ForestRenderer
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **installed: str) -> None:
@@ -98,6 +100,31 @@ def test_registration_is_idempotent_and_wraps_every_renderer() -> None:
         "ForestRenderer",
         "HfRenderer",
     ]
+
+
+@pytest.mark.requirement("A13", "A20")
+def test_tails_and_roots_are_rendered_by_one_class() -> None:
+    """Text is rendered in vLLM's thread only where that is the same code as for roots."""
+
+    class Base:
+        def render_messages(self) -> None: ...
+
+        async def render_messages_async(self) -> None: ...
+
+    class Both(Base):
+        def render_messages(self) -> None: ...
+
+        async def render_messages_async(self) -> None: ...
+
+    class OnlyAwaited(Both):
+        async def render_messages_async(self) -> None: ...
+
+    for base, alike in ((Base, True), (Both, True), (OnlyAwaited, False)):
+        hooked: Any = type("Hooked", (ForestRenderer, base), {"__init__": lambda self: None})
+        assert hooked()._forest_renders_alike is alike
+    for mode, (module, name) in plugin.wrapped.items():
+        hooked = getattr(renderer_module, f"Forest_{mode}")
+        assert hooked._forest_renders_alike.func(hooked.__new__(hooked)), (module, name)
 
 
 @pytest.mark.requirement("C22")

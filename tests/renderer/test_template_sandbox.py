@@ -129,6 +129,17 @@ def test_what_leaves_the_sandbox_is_refused_alike(attack: str) -> None:
     assert messages == given_messages()
 
 
+COUNTERS = ["first", "last", "index", "index0", "revindex", "revindex0", "length", "depth",
+            "depth0", "previtem", "nextitem"]  # fmt: skip
+
+
+@pytest.mark.parametrize("counter", COUNTERS)
+@pytest.mark.parametrize("items", ["[{}, 1]|map('dictsort')", "[{}, {}]", "'ab'|map('upper')"])
+def test_counters_of_what_fails_while_it_is_iterated(counter: str, items: str) -> None:
+    template = f"{{% for x in {items} %}}[{{{{ loop.{counter} }}}}]{{% endfor %}}"
+    assert rendered(QUICK, template) == rendered(OWN, template)
+
+
 TEXT = st.text("a<>/think \n", max_size=12)
 MESSAGES = st.lists(
     st.one_of(

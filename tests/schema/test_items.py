@@ -223,6 +223,15 @@ def test_unknown_kinds_are_refused_by_name(message: dict[str, Any], param: str) 
 
 
 @pytest.mark.requirement("A27", "C8")
+@pytest.mark.parametrize("key", ["content", "summary"])
+@pytest.mark.parametrize("parts", ["why", ["why"], {"text": "why"}, 5])
+def test_reasoning_that_is_no_list_of_parts_is_refused(key: str, parts: Any) -> None:
+    with pytest.raises(ItemError) as refused:
+        normalize_responses([{"type": "reasoning", key: parts}])
+    assert (refused.value.reason, refused.value.param) == ("malformed_request", f"input[0].{key}")
+
+
+@pytest.mark.requirement("A27", "C8")
 def test_responses_items_form_turns() -> None:
     reasoning = {
         "type": "reasoning", "id": "rs_1", "summary": [],

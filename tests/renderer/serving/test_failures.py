@@ -1,6 +1,8 @@
 """What cannot be captured is refused or recorded, never captured wrongly."""
 
+import asyncio
 import contextlib
+import importlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from vllm_forest_renderer.capture import engine_client
 from vllm_forest_renderer.capture.service import CaptureService
 from vllm_forest_renderer.errors import StoreUnavailable
 
@@ -300,37 +303,99 @@ def test_what_the_engine_refuses_is_refused_before_the_admission(
     assert (receipt.calls, receipt.failures, receipt.pending) == ((), (), ())
 
 
+@pytest.fixture
+def queue(server: EngineServer, monkeypatch: pytest.MonkeyPatch) -> Iterator["Queue"]:
+    with monkeypatch.context() as patch:
+        yield Queue(server, patch)
+
+
+class Queue:
+    """The engine's queue; `full` says of each question whether there is no room."""
+
+    def __init__(self, server: EngineServer, patch: pytest.MonkeyPatch) -> None:
+        self.full: Callable[[], bool] = lambda: False
+        self.asked = 0
+        real = server.engine.check_admission
+
+        def check(n: int = 1, request_id: str | None = None) -> None:
+            # vLLM asks without an id before it renders; its answer is not ours.
+            if request_id is not None:
+                self.asked += 1
+                if self.full():
+                    raise importlib.import_module("vllm.exceptions").QueueOverflowError
+            real(n, request_id)
+
+        patch.setattr(server.engine, "check_admission", check)
+
+
+def ask(episode: Episode, route: str = "chat/completions", **options: Any) -> httpx.Response:
+    asked = {"input": "go on"} if route == "responses" else {"messages": [ASK], "max_tokens": 4}
+    url = f"{episode.server.base_url(episode.attempt)}/{route}"
+    return httpx.post(url, json={"model": "tiny", **asked, **options}, timeout=60)
+
+
 @pytest.mark.requirement("X20", "A24")
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_full_queue_refuses_before_the_admission_and_holds_up_what_is_admitted(
-    episode: Episode, stream: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("route", ["chat/completions", "responses"])
+def test_a_full_queue_refuses_before_the_admission(
+    episode: Episode, queue: Queue, route: str, stream: bool
 ) -> None:
-    limits = episode.server.engine.scheduler_config
-    url = f"{episode.server.base_url(episode.attempt)}/chat/completions"
-
-    def ask(number: int = 0) -> httpx.Response:
-        said = {"role": "user", "content": f"{number}: go on"}
-        body = {"model": "tiny", "messages": [said], "max_tokens": 8, "stream": stream}
-        return httpx.post(url, json=body, timeout=60)
-
-    for limit in ("max_num_queued_reqs", "max_num_queued_tokens"):
-        with monkeypatch.context() as patch:
-            patch.setattr(limits, limit, 0)
-            refused = ask()
-            assert refused.status_code == 503, refused.text
-            assert refused.json()["error"]["type"] == "engine_error"
-            assert "x-should-retry" not in refused.headers  # a client may send it again
-    assert not episode.server.receipt(episode.attempt).failures
-    # All that find room are admitted together; the engine then takes them one by one.
-    monkeypatch.setattr(limits, "max_num_queued_reqs", 1)
-    with ThreadPoolExecutor(6) as pool:
-        answers = list(pool.map(ask, range(6)))
-    served = [answer for answer in answers if answer.status_code == 200]
-    assert served
-    assert {answer.status_code for answer in answers} <= {200, 503}
-    assert all("error" not in answer.text for answer in served)
+    queue.full = lambda: True
+    refused = ask(episode, route, stream=stream)
+    assert refused.status_code == 503, refused.text
+    assert refused.json()["error"]["type"] == "engine_error"
+    assert "x-should-retry" not in refused.headers  # a client may send it again
+    assert queue.asked == 1
     receipt = episode.server.receipt(episode.attempt)
-    assert (len(receipt.calls), receipt.failures, receipt.pending) == (len(served), (), ())
+    assert (receipt.calls, receipt.failures, receipt.pending) == ((), (), ())
+
+
+@pytest.mark.requirement("X20", "A24")
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_admitted_call_waits_for_room(episode: Episode, queue: Queue, stream: bool) -> None:
+    queue.full = lambda: 1 < queue.asked < 6
+    answer = ask(episode, stream=stream)
+    assert answer.status_code == 200, answer.text
+    assert "error" not in answer.text
+    # Before the intent, four times in vain, once with room, and by the engine itself.
+    assert queue.asked == 7
+    receipt = episode.server.receipt(episode.attempt)
+    assert (len(receipt.calls), receipt.failures, receipt.pending) == (1, (), ())
+
+
+@pytest.mark.requirement("X20", "A24", "I10")
+def test_an_admitted_call_does_not_wait_for_ever(
+    episode: Episode, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "_QUEUE_WAIT_S", 0.05)
+    queue.full = lambda: queue.asked > 1
+    refused = ask(episode)
+    assert refused.status_code == 503
+    assert refused.headers["x-should-retry"] == "false"
+    (failure,) = episode.server.receipt(episode.attempt).failures
+    assert failure.reason == "engine_error"
+    queue.full = lambda: False
+    assert ask(episode).status_code == 200
+
+
+@pytest.mark.requirement("X20", "A24")
+def test_calls_that_are_being_admitted_count(
+    episode: Episode, queue: Queue, service: CaptureService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episode.server.engine.scheduler_config, "max_num_queued_reqs", 2)
+    record = service._ledger.record_intent
+
+    async def record_once_all_have_asked(*arguments: Any, **keywords: Any) -> Any:
+        while queue.asked < 6:
+            await asyncio.sleep(0.01)
+        return await record(*arguments, **keywords)
+
+    monkeypatch.setattr(service._ledger, "record_intent", record_once_all_have_asked)
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda _: ask(episode), range(6)))
+    assert sorted(answer.status_code for answer in answers) == [200, 200, 503, 503, 503, 503]
+    receipt = episode.server.receipt(episode.attempt)
+    assert (len(receipt.calls), receipt.failures, receipt.pending) == (2, (), ())
 
 
 @pytest.mark.requirement("X20", "A24", "A20")

@@ -16,6 +16,7 @@ from forest_schema.items import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm_forest_renderer.serving import known_histories
 from vllm_forest_renderer.serving.chat import ChatAdapter
 from vllm_forest_renderer.serving.known_histories import KnownHistories
 from vllm_forest_renderer.serving.responses import ResponsesAdapter
@@ -97,14 +98,14 @@ def normalized(known: KnownHistories, *request: Any) -> SourceHistory:
 
 
 @pytest.mark.requirement("A3", "C8", "X9")
-@given(requests(), st.sampled_from([0, 3, 1000]))
+@given(requests(), st.sampled_from([0, 5000, 1 << 20]))
 def test_a_history_is_what_reading_it_all_gives(
     sent: list[tuple[str, list[Any]]], capacity: int
 ) -> None:
     known = KnownHistories("chat", capacity=capacity)
     for attempt, messages in sent:
         assert normalized(known, attempt, messages) == normalize_chat(parsed(messages))
-    assert known._held == sum(entry.characters for entry in known._known.values()) <= capacity
+    assert known._held == sum(entry.size for entry in known._known.values()) <= capacity
 
 
 @pytest.mark.requirement("A3", "C8", "X9")
@@ -112,8 +113,7 @@ def test_a_history_is_what_reading_it_all_gives(
 def test_responses_items_and_instructions_too(
     before: list[Any], added: list[Any], first: str | None, second: str | None
 ) -> None:
-    # A request ends with an observation: no turn goes on in the next one.
-    items = [*before, {"role": "user", "content": "next"}]
+    items = before
     known = KnownHistories("responses")
     assert normalized(known, "one", items, first) == normalize_responses(parsed(items), first)
     items = parsed([*items, *added])
@@ -132,19 +132,53 @@ def test_pieces_cut_no_turn(entries: list[Any], size: int) -> None:
     assert history == read(entries)
 
 
-def test_the_event_loop_is_handed_back_while_a_long_history_is_read() -> None:
+def test_the_event_loop_is_handed_back_while_a_long_history_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     known = KnownHistories("chat")
-    messages = [{"role": "user", "content": str(number)} for number in range(1000)]
+    messages = [{"role": "user", "content": str(number)} for number in range(5000)]
+    read = counted(monkeypatch, "extend", lambda history, piece, **_: len(piece))
+    sized = counted(monkeypatch, "_size", lambda value: isinstance(value, dict))
 
-    async def steps() -> int:
+    async def steps() -> list[tuple[int, int]]:
+        """Messages read and sized in each step."""
+        taken = []
         reading = asyncio.create_task(known.normalize("one", messages))
-        counted = 0
         while not reading.done():
-            counted += 1
+            read.clear()
+            sized.clear()
             await asyncio.sleep(0)
-        return counted
+            taken.append((sum(read), sum(sized)))
+        return taken
 
-    assert asyncio.run(steps()) >= 1000 / 128
+    assert max(max(step) for step in asyncio.run(steps())) == 128
+    messages = parsed([*messages, {"role": "user", "content": "more"}])
+    compared = asyncio.run(steps())
+    assert (len(compared), sum(count for count, _ in compared)) == (4, 1)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, name: str, count: Any) -> list[int]:
+    """What `count` says of every call of a function of the module."""
+    real, calls = getattr(known_histories, name), []
+
+    def counting(*arguments: Any, **keywords: Any) -> Any:
+        calls.append(int(count(*arguments, **keywords)))
+        return real(*arguments, **keywords)
+
+    monkeypatch.setattr(known_histories, name, counting)
+    return calls
+
+
+def test_everything_that_is_kept_counts() -> None:
+    """Many attempts with one short message and long instructions, or with long keys."""
+    for request in (
+        ([{"role": "user", "content": "a"}], "brief " * 500),
+        ([{"role": "user", "content": "a", "k" * 3000: None}], None),
+    ):
+        known = KnownHistories("responses", capacity=100_000)
+        for number in range(200):
+            normalized(known, str(number), *parsed(list(request)))
+        assert 15 < len(known._known) < 34
 
 
 def test_requests_of_one_attempt_may_be_read_at_once() -> None:
@@ -157,7 +191,8 @@ def test_requests_of_one_attempt_may_be_read_at_once() -> None:
 
     first, second = asyncio.run(both())
     assert first.items[0] != second.items[0]
-    assert known._held == sum(entry.characters for entry in known._known.values()) == 1500
+    assert len(known._known) == 1
+    assert known._held == known._known["one"].size
 
 
 def test_the_refusal_of_an_added_message_names_its_place() -> None:
@@ -213,7 +248,19 @@ def test_what_is_remembered_is_not_edited_by_vllm(api: str) -> None:
         sent = body["input"]
     before = copy.deepcopy(sent)
     prepared = asyncio.run(adapter.prepare(body, "one"))
-    for entry in prepared.request.messages if api == "chat" else prepared.request.input:
-        if isinstance(entry, dict):
-            entry.clear()
+    shared = containers(prepared.request) & containers(adapter._known._known["one"].entries)
+    assert not shared
     assert adapter._known._known["one"].entries == before
+
+
+def containers(value: Any) -> set[int]:
+    """Ids of all lists, dictionaries and objects with attributes in a value."""
+    if isinstance(value, str | int | float | bool | None):
+        return set()
+    if isinstance(value, dict):
+        inner = list(value.values())
+    elif isinstance(value, list | tuple):
+        inner = list(value)
+    else:
+        inner = list(getattr(value, "__dict__", {}).values())
+    return {id(value)}.union(*map(containers, inner))

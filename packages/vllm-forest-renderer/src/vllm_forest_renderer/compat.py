@@ -66,7 +66,7 @@ _SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "OnlineRenderer.render_responses": ("request", "tool_server"),
     "AsyncLLM.generate": ("prompt", "sampling_params", "request_id", "reasoning_ended"),
     "AsyncLLM.get_supported_tasks": (),
-    "AsyncLLM.check_admission": ("request_id",),
+    "AsyncLLM.check_admission": ("n", "request_id"),
     "InputProcessor.process_inputs": ("request_id", "prompt", "params", "supported_tasks"),
     "AsyncLLM.pause_generation": ("mode", "clear_cache"),
     "AsyncLLM.resume_generation": (),

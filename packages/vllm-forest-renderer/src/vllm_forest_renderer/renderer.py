@@ -155,7 +155,8 @@ class ForestRenderer:
         captured = captured_media(parent, call.calls)
         sent, inherited = call.history.media(), call.history.media(candidate.item_count)
         text_only = not sent and not captured
-        prove = self._forest_prove_text if text_only else self._forest_prove_media
+        in_thread = text_only and self._forest_renders_alike
+        prove = self._forest_prove_in_thread if in_thread else self._forest_prove_on_loop
         tail, tail_tokens, media = await prove(proof, params, call.tok_params)
         call.predecessor = Predecessor(parent, candidate.used_null_empty_equivalence)
         check_count(len(inherited), captured)
@@ -167,7 +168,7 @@ class ForestRenderer:
         stand_ins = self.forest_media().stand_ins([old.occurrence.modality for old in captured])
         return compat.TokensPrompt(prompt_token_ids=stand_ins + tail_tokens, **media)
 
-    async def _forest_prove_text(
+    async def _forest_prove_in_thread(
         self, proof: Proof[Tail], params: Any, tok_params: Any
     ) -> "_Proven":
         """One hand-over to vLLM's renderer thread for templates, proof and tokens."""
@@ -180,10 +181,10 @@ class ForestRenderer:
         proven: _Proven = await self._forest_in_thread(prove)
         return proven
 
-    async def _forest_prove_media(
+    async def _forest_prove_on_loop(
         self, proof: Proof[Tail], params: Any, tok_params: Any
     ) -> "_Proven":
-        """On the event loop, where vLLM fetches media without holding up its renderer thread."""
+        """Renderings are waited for: vLLM fetches media without holding up its renderer thread."""
         render: Any = super().render_messages_async  # type: ignore[misc]
         first: Any = None
 
@@ -235,6 +236,14 @@ class ForestRenderer:
                 ) from error  # fmt: skip
             self._media = media_family(processor, renderer.model_config)
         return self._media
+
+    @functools.cached_property
+    def _forest_renders_alike(self) -> bool:
+        """Whether one class gives both ways to render: roots take the one that is waited for."""
+        classes = type(self).__mro__
+        behind = classes[classes.index(ForestRenderer) + 1 :]
+        found = next(cls for cls in behind if "render_messages_async" in vars(cls))
+        return found is next((cls for cls in behind if "render_messages" in vars(cls)), None)
 
     @functools.cached_property
     def _forest_takes_media(self) -> bool:

@@ -42,7 +42,10 @@ class QuickSandbox(ImmutableSandboxedEnvironment):
                 return getattr(obj, attribute)
         elif kind is LoopContext:
             if attribute in _LOOP_COUNTERS:
-                return getattr(obj, attribute)
+                try:
+                    return getattr(obj, attribute)
+                except AttributeError:  # of what is iterated over: some counters look ahead
+                    return self.undefined(obj=obj, name=attribute)
         elif kind is Namespace and attribute[:1] != "_":
             value = getattr(obj, attribute, None)
             if value is not None and type(value) in _PLAIN:
@@ -58,4 +61,5 @@ def quicken_chat_templates() -> None:
     module: Any = importlib.import_module("transformers.utils.chat_template_utils")
     if getattr(module, "ImmutableSandboxedEnvironment", None) is ImmutableSandboxedEnvironment:
         module.ImmutableSandboxedEnvironment = QuickSandbox
-        module._compile_jinja_template.cache_clear()  # what was compiled before
+        # What was compiled before is compiled again.
+        getattr(module._compile_jinja_template, "cache_clear", lambda: None)()

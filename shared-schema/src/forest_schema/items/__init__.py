@@ -17,7 +17,13 @@ from typing import Any
 from forest_schema.digests import source_digest
 from forest_schema.items.canonical import ItemError, image_identity, normalize_arguments
 from forest_schema.items.history import EMPTY_HISTORY, SourceHistory, SourceItem
-from forest_schema.items.readers import ChatReader, Reader, ResponsesReader, reader_of
+from forest_schema.items.readers import (
+    ChatReader,
+    Reader,
+    ResponsesReader,
+    is_turn_part,
+    reader_of,
+)
 from forest_schema.reasons import Reason
 from forest_schema.records import OutputEvidence
 
@@ -28,6 +34,7 @@ __all__ = [
     "extend",
     "generated_turn",
     "image_identity",
+    "joins",
     "normalize_arguments",
     "normalize_chat",
     "normalize_responses",
@@ -64,6 +71,11 @@ def extend(
     return _chained(history, reader.read(output), reader)
 
 
+def joins(entry: Mapping[str, Any], *, api: str) -> bool:
+    """Whether an entry may belong to the same item as the entry before it."""
+    return api == "responses" and is_turn_part(entry)
+
+
 def pieces(
     entries: Sequence[Mapping[str, Any]], *, api: str, size: int
 ) -> Iterator[Sequence[Mapping[str, Any]]]:
@@ -71,10 +83,10 @@ def pieces(
 
     `extend` by one run after the other gives what `extend` by all of them gives.
     """
-    reader, start = reader_of(api), 0
+    start = 0
     while start < len(entries):
         stop = start + size
-        while stop < len(entries) and reader.joins(entries[stop]):
+        while stop < len(entries) and joins(entries[stop], api=api):
             stop += 1
         yield entries[start:stop]
         start = stop

@@ -92,10 +92,6 @@ class Reader(abc.ABC):
     def read(self, source: Any) -> list[SourceItem]:
         """Items of a request's or an output's entries."""
 
-    def joins(self, entry: Any) -> bool:
-        """Whether an entry may belong to the same item as the entry before it."""
-        return False
-
     def number(self, native_id: Any, param: str) -> int:
         """Number of a tool call that appears, from 1. Raises `ItemError`."""
         if not isinstance(native_id, str):
@@ -175,6 +171,13 @@ def _call(function: Mapping[str, Any], number: int, param: str) -> list[Any]:
     return ["call", number, name, arguments]
 
 
+def is_turn_part(entry: Any) -> bool:
+    """Whether an entry of a Responses input is part of an assistant turn."""
+    return isinstance(entry, MAPPING) and (
+        entry.get("type") in ("reasoning", "function_call") or entry.get("role") == "assistant"
+    )
+
+
 class ResponsesReader(Reader):
     """Reads Responses items."""
 
@@ -194,7 +197,7 @@ class ResponsesReader(Reader):
             if not isinstance(entry, MAPPING):
                 raise ItemError(Reason.MALFORMED_REQUEST, param, "must be an object")
             kind = entry.get("type") or ("message" if "role" in entry else None)
-            if self.joins(entry):
+            if is_turn_part(entry):
                 turn = turn or _Turn()
                 self._turn_part(turn, entry, kind, param)
                 continue
@@ -205,12 +208,6 @@ class ResponsesReader(Reader):
         if turn is not None:
             items.append(turn.item())
         return items
-
-    def joins(self, entry: Any) -> bool:
-        """True for the parts of an assistant turn."""
-        return isinstance(entry, MAPPING) and (
-            entry.get("type") in ("reasoning", "function_call") or entry.get("role") == "assistant"
-        )
 
     def _turn_part(
         self, turn: _Turn, entry: Mapping[str, Any], kind: str | None, param: str
@@ -251,6 +248,8 @@ class ResponsesReader(Reader):
 def _reasoning_text(entry: Mapping[str, Any], param: str) -> str:
     for key in ("content", "summary"):
         parts = entry.get(key) or ()
+        if not isinstance(parts, SEQUENCE) or not all(isinstance(part, MAPPING) for part in parts):
+            raise ItemError(Reason.MALFORMED_REQUEST, f"{param}.{key}", "must be a list of objects")
         if parts:
             return "\n".join(
                 required_string(part, "text", f"{param}.{key}[{i}]") for i, part in enumerate(parts)

@@ -8,6 +8,7 @@ the outputs reach the caller unchanged but for these routes. One request makes o
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -19,8 +20,8 @@ from vllm_forest_renderer.capture.routes import first_row
 from vllm_forest_renderer.context import CURRENT, Call
 from vllm_forest_renderer.errors import ForestError
 
-_QUEUE_POLL_S = 0.1
-"""Pause before an admitted call asks a full queue again."""
+_QUEUE_WAIT_S = 60.0
+"""How long an admitted call waits for room in the engine's queue."""
 
 
 class CaptureClient:
@@ -28,6 +29,9 @@ class CaptureClient:
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
+        self._admitting = 0
+        """Calls between the check of the queue and the engine."""
+        self._turn = asyncio.Lock()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -55,11 +59,11 @@ class CaptureClient:
         try:
             await self._check(call, prompt, sampling_params, request_id, keywords)
             async with call.around_generation() as weight_version:
-                await call.admit(call, sampling_params)
+                await self._admit(call, sampling_params, request_id)
                 if keywords.get("reasoning_ended") is None:
                     keywords["reasoning_ended"] = _reasoning_ended(call)
                 generation = call.generation = Generation()
-                outputs = self._outputs(prompt, sampling_params, request_id, keywords)
+                outputs = self._inner.generate(prompt, sampling_params, request_id, **keywords)
                 try:
                     async for output in outputs:
                         generation.add(output)
@@ -72,26 +76,34 @@ class CaptureClient:
             call.refusal = error
             raise
 
-    async def _outputs(
-        self, prompt: Any, sampling_params: Any, request_id: str, keywords: dict[str, Any]
-    ) -> AsyncGenerator[Any, None]:
-        """The engine's outputs for an admitted call.
+    async def _admit(self, call: Call, sampling_params: Any, request_id: str) -> None:
+        """Admit a call for which the engine's queue has room.
 
-        A queue that has filled up since the call was checked is waited for: refusing the call
-        would leave a failure of a request that any client sends again.
+        Calls that are being admitted count. Where others took the room meanwhile, the call waits
+        for its turn and for room: refusing it would leave a failure, of what any client sends
+        again. The caller hands it to the engine without waiting for anything else.
         """
+        self._inner.check_admission(1 + self._admitting, request_id)
+        self._admitting += 1
+        try:
+            deadline = time.monotonic() + _QUEUE_WAIT_S
+            await call.admit(call, sampling_params)
+            async with self._turn:
+                await self._room(request_id, deadline)
+        finally:
+            self._admitting -= 1
+
+    async def _room(self, request_id: str, deadline: float) -> None:
+        pause_s = 0.01
         while True:
-            outputs = self._inner.generate(prompt, sampling_params, request_id, **keywords)
             try:
-                async for output in outputs:
-                    yield output
+                self._inner.check_admission(request_id=request_id)
                 return
             except Exception as error:
-                if not compat.is_full_queue(error):
+                if not compat.is_full_queue(error) or time.monotonic() > deadline:
                     raise
-            finally:
-                await outputs.aclose()
-            await asyncio.sleep(_QUEUE_POLL_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 1.0)
 
     async def _check(
         self,
@@ -115,7 +127,6 @@ class CaptureClient:
                 sampling_params.flat_logprobs = True
         sampling_params.routed_experts_prompt_start = first_row(call)
         try:
-            self._inner.check_admission(request_id=request_id)
             await compat.check_request(
                 self._inner,
                 prompt,

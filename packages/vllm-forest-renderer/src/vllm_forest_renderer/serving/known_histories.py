@@ -1,12 +1,13 @@
 """Histories of recent requests, so that the next request is read from where it goes on.
 
 Guarantees: what comes out is what `normalize_chat` or `normalize_responses` gives for the same
-entries, and the event loop is handed back after every `_AT_ONCE` of them. Only a request that
+entries, and the event loop is handed back after every `_AT_ONCE` that are read. Only a request that
 begins with all remembered entries of its attempt, value by value, is read in part. Entries that
 hold numbers are never remembered: Python calls `1`, `1.0` and `true` equal.
 """
 
 import asyncio
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,29 +16,34 @@ from forest_schema.items import (
     ItemError,
     SourceHistory,
     extend,
+    joins,
     normalize_chat,
     normalize_responses,
     pieces,
 )
 
-_CAPACITY = 64 << 20
-"""Characters of remembered entries."""
+_CAPACITY = 256 << 20
+"""Bytes of remembered requests, about."""
 _AT_ONCE = 128
-"""Entries that are read in one step of the event loop: about half a millisecond."""
+"""Entries that are read in one step of the event loop: a millisecond, unless they are long."""
+_COMPARED_AT_ONCE = 2048
+_ITEM_BYTES = 1024
+"""Of a source item and its digests, about."""
 
 
 class _Known(NamedTuple):
     instructions: str | None
     entries: Sequence[Mapping[str, Any]]
     history: SourceHistory
-    characters: int
+    size: int
+    """Bytes, about."""
 
 
 class KnownHistories:
     """The newest request's entries of each attempt, least recently used attempts forgotten."""
 
     def __init__(self, api: str, *, capacity: int = _CAPACITY) -> None:
-        """`api` is `chat` or `responses`; `capacity` bounds the characters that are kept."""
+        """`api` is `chat` or `responses`; `capacity` bounds the bytes that are kept, about."""
         self._api = api
         self._capacity = capacity
         self._held = 0
@@ -54,26 +60,39 @@ class KnownHistories:
         Raises `ItemError`.
         """
         known = self._known.get(attempt_id)
-        if (
-            known is None
-            or known.instructions != instructions
-            or entries[: len(known.entries)] != known.entries
-        ):
-            known = _Known(instructions, (), self._whole((), instructions), 0)
-        history, added = known.history, entries[len(known.entries) :]
+        if known is None or not await self._continues(known, entries, instructions):
+            known = _Known(instructions, (), self._whole((), instructions), _size(instructions))
+        history, added, size = known.history, entries[len(known.entries) :], known.size
+        remember = True
         try:
             for piece in pieces(added, api=self._api, size=_AT_ONCE):
                 history = extend(history, piece, api=self._api)
+                try:
+                    size += sum(map(_size, piece)) + _ITEM_BYTES * len(piece)
+                except _HoldsNumber:
+                    remember = False
                 await asyncio.sleep(0)
         except ItemError:
             self._whole(entries, instructions)  # its refusal names the entry by its place
             raise
-        try:
-            characters = known.characters + sum(map(_characters, added))
-        except _HoldsNumber:
-            return history
-        self._remember(attempt_id, _Known(instructions, entries, history, characters))
+        if remember:
+            self._remember(attempt_id, _Known(instructions, entries, history, size))
         return history
+
+    async def _continues(
+        self, known: _Known, entries: Sequence[Mapping[str, Any]], instructions: str | None
+    ) -> bool:
+        """Whether a request begins with all of a remembered one, and no turn spans its end."""
+        count = len(known.entries)
+        if known.instructions != instructions or len(entries) < count:
+            return False
+        for start in range(0, count, _COMPARED_AT_ONCE):
+            stop = min(start + _COMPARED_AT_ONCE, count)
+            if entries[start:stop] != known.entries[start:stop]:
+                return False
+            if stop < count:
+                await asyncio.sleep(0)
+        return len(entries) == count or not joins(entries[count], api=self._api)
 
     def _whole(
         self, entries: Sequence[Mapping[str, Any]], instructions: str | None
@@ -85,24 +104,24 @@ class KnownHistories:
     def _remember(self, attempt_id: str, known: _Known) -> None:
         before = self._known.pop(attempt_id, None)
         self._known[attempt_id] = known
-        self._held += known.characters - (before.characters if before is not None else 0)
+        self._held += known.size - (before.size if before is not None else 0)
         while self._held > self._capacity:
             _, forgotten = self._known.popitem(last=False)
-            self._held -= forgotten.characters
+            self._held -= forgotten.size
 
 
 class _HoldsNumber(Exception):
     """The value, or one inside, may equal a value of another type."""
 
 
-def _characters(value: Any) -> int:
-    """Characters of all strings in a JSON value, keys aside. Raises `_HoldsNumber`."""
-    if isinstance(value, str):
-        return len(value)
+def _size(value: Any) -> int:
+    """Bytes of a JSON value. Raises `_HoldsNumber`."""
     if value is None:
         return 0
+    if isinstance(value, str):
+        return sys.getsizeof(value)
     if isinstance(value, list):
-        return sum(map(_characters, value))
+        return sys.getsizeof(value) + sum(map(_size, value))
     if isinstance(value, dict):
-        return sum(map(_characters, value.values()))
+        return sys.getsizeof(value) + sum(map(_size, value)) + sum(map(_size, value.values()))
     raise _HoldsNumber
