@@ -19,7 +19,7 @@ $(VENV)/.ready: scripts/setup_env.sh requirements/*.txt pyproject.toml shared-sc
 
 demo: setup      ## Capture -> rows -> GRPO steps on a tiny model (OUT=dir, FLAVOUR=images, FOREST_EXECUTION=1)
 	$(BIN)/python examples/toolbox/run.py --out $(OUT) $(if $(FLAVOUR),--flavour $(FLAVOUR)) \
-	  $(if $(filter 1,$(FOREST_EXECUTION)),--forest-execution)
+	  $(if $(filter-out 0,$(FOREST_EXECUTION)),--forest-execution)
 
 test: setup      ## Run the tests
 	$(BIN)/python -m pytest

@@ -40,3 +40,12 @@ def test_wrong_settings_are_refused_by_name(settings: object, environment: dict[
 def test_misspelt_variables_are_reported() -> None:
     environment = {"FOREST_STATE_DIRS": "x", "FOREST_STATE_DIR": "y", "FOREST_RUN": "z"}
     assert unknown_variables(environment) == ["FOREST_STATE_DIRS (did you mean FOREST_STATE_DIR?)"]
+
+
+@pytest.mark.requirement("K10")
+def test_a_misspelt_section_is_refused_and_other_plugins_settings_are_not() -> None:
+    for name in ("forrest", "Forest", "forests"):
+        with pytest.raises(ConfigError, match=f"additional_config.{name} .* did you mean forest"):
+            load_config({name: {"state_dir": "/x"}}, {})
+    assert load_config({"other_plugin": {}, "rest": 1}, {}) == ForestConfig()
+    assert load_config({"forest": {"state_dir": "/x"}, "forest2": {}}, {}).state_dir == "/x"

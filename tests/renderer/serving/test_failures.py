@@ -398,6 +398,33 @@ def test_calls_that_are_being_admitted_count(
     assert (len(receipt.calls), receipt.failures, receipt.pending) == (2, (), ())
 
 
+@pytest.mark.requirement("I10", "X20")
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_end_with_the_task_that_takes_outputs_apart(episode: Episode, stream: bool) -> None:
+    """A server that is stopped cancels it; its clients must not wait for ever."""
+    engine, loop = episode.server.engine, episode.server._loop
+    running = engine.output_processor.request_states
+    before = set(running)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, episode, stream=stream, max_tokens=3000, ignore_eos=True)
+        wait_until(lambda: bool(set(running) - before))
+        loop.call_soon_threadsafe(engine.output_handler.cancel)
+        try:
+            answer = asked.result(30)
+        finally:
+            engine.output_handler = None  # the next request starts another one
+            ended = asyncio.run_coroutine_threadsafe(
+                engine.abort(list(set(running) - before), internal=True), loop
+            )
+            ended.result(30)
+    assert answer.status_code == (200 if stream and "choices" in answer.text else 500)
+    assert '"type":"engine_error"' in answer.text
+    wait_until(lambda: not episode.server.receipt(episode.attempt).pending)
+    (failure,) = episode.server.receipt(episode.attempt).failures
+    assert failure.reason == "engine_error"
+    assert ask(episode).status_code == 200
+
+
 @pytest.mark.requirement("X20", "A24", "A20")
 def test_spliced_prompt_beyond_the_context_is_refused_before_the_admission(
     episode: Episode,

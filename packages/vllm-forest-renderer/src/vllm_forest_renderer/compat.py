@@ -35,6 +35,8 @@ _PLACES: Mapping[str, tuple[str, ...]] = {
     "OpenAIServingResponses": (f"{_RESPONSES}.serving",),
     "AsyncLLM": ("vllm.v1.engine.async_llm",),
     "InputProcessor": ("vllm.v1.engine.input_processor",),
+    "OutputProcessor": ("vllm.v1.engine.output_processor",),
+    "EngineDeadError": ("vllm.v1.engine.exceptions",),
     "OnlineRenderer": ("vllm.renderers.online_renderer",),
     "ErrorResponse": (
         "vllm.entrypoints.serve.engine.protocol",
@@ -67,6 +69,7 @@ _SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "AsyncLLM.generate": ("prompt", "sampling_params", "request_id", "reasoning_ended"),
     "AsyncLLM.get_supported_tasks": (),
     "AsyncLLM.check_admission": ("n", "request_id"),
+    "OutputProcessor.propagate_error": ("e",),
     "InputProcessor.process_inputs": ("request_id", "prompt", "params", "supported_tasks"),
     "AsyncLLM.pause_generation": ("mode", "clear_cache"),
     "AsyncLLM.resume_generation": (),

@@ -78,7 +78,11 @@ def load_config(
     additional_config: Mapping[str, Any] | None, environment: Mapping[str, str] = os.environ
 ) -> ForestConfig:
     """Settings from vLLM's `additional_config` and the environment. Raises `ConfigError`."""
-    section = (additional_config or {}).get("forest", {})
+    given = additional_config or {}
+    misspelt = difflib.get_close_matches("forest", given, n=1, cutoff=0.82)
+    if misspelt and "forest" not in given:
+        raise ConfigError(f"additional_config.{misspelt[0]} is not a setting; did you mean forest?")
+    section = given.get("forest", {})
     if not isinstance(section, Mapping):
         raise ConfigError("additional_config.forest must be an object of settings")
     for name in section:

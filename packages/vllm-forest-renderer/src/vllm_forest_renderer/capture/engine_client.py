@@ -32,6 +32,7 @@ class CaptureClient:
         self._admitting = 0
         """Calls between the check of the queue and the engine."""
         self._turn = asyncio.Lock()
+        self._watched: asyncio.Task[None] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -64,6 +65,7 @@ class CaptureClient:
                     keywords["reasoning_ended"] = _reasoning_ended(call)
                 generation = call.generation = Generation()
                 outputs = self._inner.generate(prompt, sampling_params, request_id, **keywords)
+                self._watch()
                 try:
                     async for output in outputs:
                         generation.add(output)
@@ -75,6 +77,21 @@ class CaptureClient:
         except Exception as error:
             call.refusal = error
             raise
+
+    def _watch(self) -> None:
+        """End all requests with the task that takes their outputs apart.
+
+        A stopping server cancels it, and where it has not seen the dead engine before, vLLM leaves
+        its requests waiting for as long as their clients do.
+        """
+        handler = self._inner.output_handler
+        if handler is not None and handler is not self._watched:
+            self._watched = handler
+            handler.add_done_callback(self._end_all)
+
+    def _end_all(self, handler: "asyncio.Task[None]") -> None:
+        if handler.cancelled():
+            self._inner.output_processor.propagate_error(compat.EngineDeadError())
 
     async def _admit(self, call: Call, sampling_params: Any, request_id: str) -> None:
         """Admit a call for which the engine's queue has room.
