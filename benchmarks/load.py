@@ -18,6 +18,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 _THREAD = local()
+_KEPT_S = 2.0
+"""Idle seconds after which a connection is not used again: the server closes it after five."""
 
 
 def post(url: str, body: dict[str, Any]) -> tuple[float, float, list[bytes]]:
@@ -25,7 +27,7 @@ def post(url: str, body: dict[str, Any]) -> tuple[float, float, list[bytes]]:
     parts = urlsplit(url)
     start = time.perf_counter()
     connection = getattr(_THREAD, "connection", None)
-    if connection is None:
+    if connection is None or start - _THREAD.used > _KEPT_S:
         connection = _THREAD.connection = http.client.HTTPConnection(parts.netloc)
     connection.request(
         "POST", parts.path, json.dumps(body), headers={"content-type": "application/json"}
@@ -38,7 +40,8 @@ def post(url: str, body: dict[str, Any]) -> tuple[float, float, list[bytes]]:
         if line.startswith(b"data: "):
             first = first or time.perf_counter() - start
             lines.append(line)
-    return first, time.perf_counter() - start, lines
+    _THREAD.used = time.perf_counter()
+    return first, _THREAD.used - start, lines
 
 
 def assembled(lines: list[bytes]) -> tuple[dict[str, Any], dict[str, Any]]:
