@@ -6,6 +6,7 @@ import importlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -329,7 +330,9 @@ class Queue:
 
 
 def ask(episode: Episode, route: str = "chat/completions", **options: Any) -> httpx.Response:
-    asked = {"input": "go on"} if route == "responses" else {"messages": [ASK], "max_tokens": 4}
+    asked: dict[str, Any] = {"messages": [ASK], "max_tokens": 4}
+    if route == "responses":
+        asked = {"input": "go on", "max_output_tokens": 4}
     url = f"{episode.server.base_url(episode.attempt)}/{route}"
     return httpx.post(url, json={"model": "tiny", **asked, **options}, timeout=60)
 
@@ -392,7 +395,7 @@ def test_calls_that_are_being_admitted_count(
 
     monkeypatch.setattr(service._ledger, "record_intent", record_once_all_have_asked)
     with ThreadPoolExecutor(6) as pool:
-        answers = list(pool.map(lambda _: ask(episode), range(6)))
+        answers = list(pool.map(partial(ask, episode), ["chat/completions", "responses"] * 3))
     assert sorted(answer.status_code for answer in answers) == [200, 200, 503, 503, 503, 503]
     receipt = episode.server.receipt(episode.attempt)
     assert (len(receipt.calls), receipt.failures, receipt.pending) == (2, (), ())

@@ -114,13 +114,14 @@ class ForestEndpoints:
             chat_template=getattr(state.openai_serving_chat, "chat_template", None),
         )
         service = _service(config, vllm_config, ledger, sink, control, routes)
+        client = CaptureClient(engine_client)
         chat = ChatAdapter(
-            _capturing(state.openai_serving_chat, engine_client, "parser_cls"),
+            _capturing(state.openai_serving_chat, client, "parser_cls"),
             default_model=model,
             incremental=config.chat_stream == "incremental",
         )
         responses = ResponsesAdapter(
-            _capturing(state.openai_serving_responses, engine_client, "parser"),
+            _capturing(state.openai_serving_responses, client, "parser"),
             default_model=model,
         )
         state.forest = ForestState(
@@ -147,10 +148,10 @@ class ForestEndpoints:
         )
 
 
-def _capturing(serving: Any, engine_client: Any, parser_attribute: str) -> Any:
+def _capturing(serving: Any, client: CaptureClient, parser_attribute: str) -> Any:
     """A copy of one of vLLM's serving objects that generates through the capture proxy."""
     copied = copy.copy(serving)
-    copied.engine_client = CaptureClient(engine_client)
+    copied.engine_client = client
     parser_class = getattr(copied, parser_attribute)
     if parser_class is not None:
         setattr(copied, parser_attribute, judging_on_tail(parser_class))
