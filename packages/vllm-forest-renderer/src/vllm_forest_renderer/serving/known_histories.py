@@ -7,7 +7,6 @@ hold numbers are never remembered: Python calls `1`, `1.0` and `true` equal.
 """
 
 import asyncio
-import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -87,11 +86,11 @@ class KnownHistories:
         if known.instructions != instructions or len(entries) < count:
             return False
         for start in range(0, count, _COMPARED_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
             stop = min(start + _COMPARED_AT_ONCE, count)
             if entries[start:stop] != known.entries[start:stop]:
                 return False
-            if stop < count:
-                await asyncio.sleep(0)
         return len(entries) == count or not joins(entries[count], api=self._api)
 
     def _whole(
@@ -115,13 +114,14 @@ class _HoldsNumber(Exception):
 
 
 def _size(value: Any) -> int:
-    """Bytes of a JSON value. Raises `_HoldsNumber`."""
+    """Bytes of a decoded JSON value, about. Raises `_HoldsNumber`."""
+    kind = type(value)
+    if kind is str:
+        return 64 + len(value)
     if value is None:
         return 0
-    if isinstance(value, str):
-        return sys.getsizeof(value)
-    if isinstance(value, list):
-        return sys.getsizeof(value) + sum(map(_size, value))
-    if isinstance(value, dict):
-        return sys.getsizeof(value) + sum(map(_size, value)) + sum(map(_size, value.values()))
+    if kind is dict:
+        return 232 + sum(map(len, value)) + sum(map(_size, value.values()))
+    if kind is list:
+        return 56 + sum(map(_size, value))
     raise _HoldsNumber
