@@ -109,9 +109,7 @@ def main(
         load_config(config, overrides, for_training=True)
         with serving(server, model, out, console, example.server_arguments):
             status = _train(out, config, ranks, overrides)
-    except ConfigError as error:
-        _fail(str(error))
-    except ServerFailed as error:
+    except (ConfigError, ServerFailed) as error:
         _fail(str(error))
     except KeyboardInterrupt:
         _fail("interrupted")

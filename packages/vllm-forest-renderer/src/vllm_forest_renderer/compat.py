@@ -37,6 +37,8 @@ _PLACES: Mapping[str, tuple[str, ...]] = {
     "InputProcessor": ("vllm.v1.engine.input_processor",),
     "OutputProcessor": ("vllm.v1.engine.output_processor",),
     "EngineDeadError": ("vllm.v1.engine.exceptions",),
+    "QueueOverflowError": ("vllm.exceptions",),
+    "MaxQueuedTokensError": ("vllm.exceptions",),
     "OnlineRenderer": ("vllm.renderers.online_renderer",),
     "ErrorResponse": (
         "vllm.entrypoints.serve.engine.protocol",
@@ -277,14 +279,6 @@ async def check_request(
     request.prompt_token_ids = request.mm_features = None
     request.reasoning_parser_kwargs = keywords.get("reasoning_parser_kwargs")
     importlib.import_module("vllm.v1.serial_utils").MsgpackEncoder().encode(request)
-
-
-def is_full_queue(error: Exception) -> bool:
-    """Whether the engine refused a request because of `--max-num-queued-reqs` or
-    `--max-num-queued-tokens`.
-    """
-    exceptions = importlib.import_module("vllm.exceptions")
-    return isinstance(error, exceptions.QueueOverflowError | exceptions.MaxQueuedTokensError)
 
 
 def custom_logits_processors(model_config: Any) -> list[str]:

@@ -116,8 +116,8 @@ class CaptureClient:
             try:
                 self._inner.check_admission(request_id=request_id)
                 return
-            except Exception as error:
-                if not compat.is_full_queue(error) or time.monotonic() > deadline:
+            except (compat.QueueOverflowError, compat.MaxQueuedTokensError):
+                if time.monotonic() > deadline:
                     raise
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, 1.0)

@@ -55,7 +55,7 @@ class CapturedApi:
             prepared, call = await self._begin(body, raw_request)
             error = await self._guarded(call, self._adapter.render(prepared.request))
             if error is not None:
-                raise Ended(self._upstream(call, error))
+                raise Ended(_upstream(error, call))
         except Ended as ended:
             return ended.failure.response()
         answer = MeasureAnswer(
@@ -76,18 +76,12 @@ class CapturedApi:
                 history=prepared.history,
                 calls=calls,
             )
-        except ForestError as error:
-            raise Ended(Failure.of(error, intent_written=False)) from error
         except RecursionError as error:
             deep = ForestError(Reason.MALFORMED_REQUEST, "body: nested too deeply", param="body")
-            raise Ended(Failure.of(deep, intent_written=False)) from error
+            raise Ended(_failure(deep, None)) from error
         except Exception as error:
             # Some of vLLM's validators raise errors of its own out of pydantic.
-            refused = compat.create_error_response(error).error
-            failure = Failure.upstream(
-                refused.message, refused.code, refused.param, intent_written=False
-            )
-            raise Ended(failure) from error
+            raise Ended(_failure(error, None)) from error
         # The hooks find the call in the context of this task.
         CURRENT.set(call)
         return prepared, call
@@ -103,14 +97,14 @@ class CapturedApi:
             raise
         except Exception as error:
             await self._service.fail(call, error)
-            raise Ended(self._failure(call, error)) from error
+            raise Ended(_failure(error, call)) from error
 
     async def _answer(self, call: Call, prepared: Prepared, raw_request: Request) -> Any:
         """The captured response object. Raises `Ended`."""
         response = await self._guarded(call, self._adapter.create(prepared.request, raw_request))
         if isinstance(response, compat.ErrorResponse):
             await self._record_upstream(call, response)
-            raise Ended(self._upstream(call, response))
+            raise Ended(_upstream(response, call))
         await self._guarded(call, self._complete(call, response))
         return response
 
@@ -127,17 +121,6 @@ class CapturedApi:
         await self._service.fail(
             call,
             asyncio.CancelledError() if cancelled else RuntimeError(response.error.message),
-        )
-
-    def _failure(self, call: Call, error: Exception) -> Failure:
-        if isinstance(error, ForestError):
-            return Failure.of(error, intent_written=_admitted(call))
-        return self._upstream(call, compat.create_error_response(error))
-
-    def _upstream(self, call: Call, response: Any) -> Failure:
-        error = response.error
-        return Failure.upstream(
-            error.message, error.code, error.param, intent_written=_admitted(call)
         )
 
     async def _stream(
@@ -185,12 +168,12 @@ class CapturedApi:
         chunks = await self._guarded(call, self._adapter.create(prepared.request, raw_request))
         if isinstance(chunks, compat.ErrorResponse):
             await self._record_upstream(call, chunks)
-            raise Ended(self._upstream(call, chunks))
+            raise Ended(_upstream(chunks, call))
         # The first chunk comes after the admission: a refusal is still a response of its own.
         first = await self._guarded(call, anext(chunks))
         if call.refusal is not None:
             await self._service.fail(call, call.refusal)
-            raise Ended(self._failure(call, call.refusal))
+            raise Ended(_failure(call.refusal, call))
         if call.call_id is None:
             raise Ended(Failure.upstream("the engine gave no output", 500, None,
                                          intent_written=False))  # fmt: skip
@@ -228,7 +211,7 @@ class CapturedApi:
         except Exception as error:
             reported = call.refusal or error
             await self._service.fail(call, reported)
-            events.put_nowait(self._adapter.error_event(self._failure(call, reported)))
+            events.put_nowait(self._adapter.error_event(_failure(reported, call)))
         finally:
             await chunks.aclose()
             events.put_nowait(None)
@@ -240,8 +223,21 @@ async def _chained(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
         yield chunk
 
 
-def _admitted(call: Call) -> bool:
-    return call.call_id is not None
+def _failure(error: Exception, call: Call | None) -> Failure:
+    """What `error` is answered with; `call` is None before there is one."""
+    if isinstance(error, ForestError):
+        return Failure.of(error, intent_written=_admitted(call))
+    return _upstream(compat.create_error_response(error), call)
+
+
+def _upstream(response: Any, call: Call | None) -> Failure:
+    """What vLLM's `ErrorResponse` is answered with."""
+    error = response.error
+    return Failure.upstream(error.message, error.code, error.param, intent_written=_admitted(call))
+
+
+def _admitted(call: Call | None) -> bool:
+    return call is not None and call.call_id is not None
 
 
 def _event_stream(events: AsyncIterator[str]) -> Response:

@@ -151,26 +151,10 @@ class TailProver:
             )
 
 
-def answered(proof: Proof[_T], render: Callable[[Sequence[Message]], str]) -> _T:
-    """What a proof returns when `render` gives its renderings. Raises what the proof raises."""
-    try:
-        asked = next(proof)
-        while True:
-            try:
-                text = render(asked)
-            except Exception as error:
-                asked = proof.throw(error)
-            else:
-                asked = proof.send(text)
-    except StopIteration as done:
-        proven: _T = done.value
-        return proven
-
-
 async def answered_async(
     proof: Proof[_T], render: Callable[[Sequence[Message]], Awaitable[str]]
 ) -> _T:
-    """`answered` with renderings that are waited for."""
+    """What a proof returns when `render` gives its renderings. Raises what the proof raises."""
     try:
         asked = next(proof)
         while True:
@@ -183,3 +167,17 @@ async def answered_async(
     except StopIteration as done:
         proven: _T = done.value
         return proven
+
+
+def answered(proof: Proof[_T], render: Callable[[Sequence[Message]], str]) -> _T:
+    """`answered_async` with renderings that are not waited for; needs no event loop."""
+
+    async def rendered(asked: Sequence[Message]) -> str:
+        return render(asked)
+
+    try:
+        answered_async(proof, rendered).send(None)
+    except StopIteration as done:
+        proven: _T = done.value
+        return proven
+    raise AssertionError("nothing in a proof waits but its renderings")
